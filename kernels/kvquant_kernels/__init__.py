@@ -1,0 +1,1 @@
+"""Kernels that read packed pages. Optional: kvquant is complete without them."""

@@ -1,0 +1,30 @@
+"""kvquant: a packed KV cache for Hugging Face transformers."""
+
+from kvquant.attention import AttentionCall, attend
+from kvquant.cache import QuantCache, QuantLayer, cache_memory
+from kvquant.codec import Quantized, dequantize, quantize
+from kvquant.config import QuantConfig
+from kvquant.formats import FORMATS, QuantFormat
+from kvquant.interface import register
+from kvquant.layout import pack, unpack
+from kvquant.memory import MemoryReport
+from kvquant.version import __version__
+
+__all__ = [
+    "FORMATS",
+    "AttentionCall",
+    "MemoryReport",
+    "QuantCache",
+    "QuantConfig",
+    "QuantFormat",
+    "QuantLayer",
+    "Quantized",
+    "__version__",
+    "attend",
+    "cache_memory",
+    "dequantize",
+    "pack",
+    "quantize",
+    "register",
+    "unpack",
+]

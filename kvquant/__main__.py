@@ -1,0 +1,7 @@
+"""`python -m kvquant`."""
+
+import sys
+
+from kvquant.cli import main
+
+sys.exit(main())

@@ -1,0 +1,210 @@
+"""Attention over packed states: the reference.
+
+It is defined as: dequantize, then softmax attention in float32. Every kernel is held to this definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvquant.rotation import rotate
+from kvquant.snapshot import RUN_PAGES, RowGroup, Snapshot
+
+# Beyond this many queries, dequantizing a layer once and calling torch's own kernel is cheaper than page by page.
+LONG_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What attention asks of a layer's states.
+
+    query: [B, Hq, Q, D], Hq a multiple of the layer's KV heads, query heads of one KV head next to each other.
+    mask: None, bool (True attends) or float (added to scores), broadcastable to [B, Hq, Q, KV].
+    is_causal: query i attends to columns 0..i, as torch defines it.
+    scale: factor of the scores, 1 / sqrt(D) if None.
+    softcap: c in c * tanh(score / c), before the mask.
+    sink_logits: [Hq], a score per head that takes part in the softmax without a value (gpt-oss).
+    """
+
+    query: Tensor
+    mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether F.scaled_dot_product_attention can express it."""
+        return self.softcap is None and self.sink_logits is None
+
+
+def attend(states: Snapshot, call: AttentionCall) -> Tensor:
+    """The attention output [B, Hq, Q, Dv] in the query's dtype.
+
+    Rows whose columns are all masked give zeros. Gradients reach the query, and the chunk's keys and values.
+    Raises ValueError if the heads, batch or mask do not fit the states.
+    """
+    _check(states, call)
+    if _wants_gradient(states, call):
+        states = Snapshot.of(states.columns(0), states.columns(1))
+    if call.is_plain and (states.is_exact or call.query.shape[-2] > LONG_CHUNK):
+        return _attend_dequantized(states, call)
+    out = call.query.new_empty(*call.query.shape[:-1], states.chunk.value.shape[-1])
+    groups = states.groups()
+    if len(groups) == 1:
+        return _attend_group(states, groups[0], call).to(out.dtype)
+    for group in groups:
+        out[list(group.rows)] = _attend_group(states, group, call).to(out.dtype)
+    return out
+
+
+def row_starts(mask: Tensor | None, batch_size: int, kv_len: int) -> list[int] | None:
+    """The first column that each row's mask [B or 1, H, Q, KV] lets any query attend to; `kv_len` where there is none.
+
+    None without a mask, or if it does not cover `kv_len` columns.
+    """
+    if mask is None or mask.dim() != 4 or mask.shape[-1] != kv_len:
+        return None
+    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    columns = allowed.any(dim=1).any(dim=1)  # [B or 1, KV]
+    first = torch.where(columns.any(dim=-1), columns.int().argmax(dim=-1), kv_len)
+    starts: list[int] = first.expand(batch_size).tolist()
+    return starts
+
+
+def _wants_gradient(states: Snapshot, call: AttentionCall) -> bool:
+    needed = call.query.requires_grad or any(part.requires_grad for part in states.chunk)
+    return torch.is_grad_enabled() and needed
+
+
+def _check(states: Snapshot, call: AttentionCall) -> None:
+    batch, heads = call.query.shape[:2]
+    held_batch, held_heads = states.chunk.key.shape[:2]
+    if batch != held_batch or heads % held_heads:
+        raise ValueError(
+            f"query of {batch} rows and {heads} heads does not fit states of {held_batch} rows and {held_heads} "
+            "KV heads: rows must be equal and query heads a multiple of KV heads"
+        )
+    if call.mask is not None and call.mask.shape[-1] != states.kv_len:
+        raise ValueError(f"mask covers {call.mask.shape[-1]} columns, the states have {states.kv_len}")
+
+
+def _attend_dequantized(states: Snapshot, call: AttentionCall) -> Tensor:
+    """torch's attention over one layer's states, dequantized as a whole."""
+    dtype = call.query.dtype
+    key, value = states.columns(0).to(dtype), states.columns(1).to(dtype)
+    return F.scaled_dot_product_attention(
+        *_with_equal_heads(call.query, key, value), attn_mask=call.mask, is_causal=call.is_causal, scale=call.scale
+    )
+
+
+def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n_rep = query.shape[1] // key.shape[1]
+    return query, key.repeat_interleave(n_rep, dim=1), value.repeat_interleave(n_rep, dim=1)
+
+
+class _Block(NamedTuple):
+    """Keys and values of some columns of a group, float32 [rows, Hkv, t, D], each in the rotated basis or not."""
+
+    columns: Tensor  # [t]
+    key: Tensor
+    value: Tensor
+    key_rotated: bool
+    value_rotated: bool
+
+
+def _attend_group(states: Snapshot, group: RowGroup, call: AttentionCall) -> Tensor:
+    """Attention of one group of rows, block by block: float32 [rows, Hq, Q, Dv].
+
+    Rotated values are summed in their own basis and rotated back once. Source of the running softmax: Milakov and
+    Gimelshein, 2018, as used by FlashAttention (Dao et al., 2022).
+    """
+    query = _rows_of(call.query, group.rows)
+    num_kv_heads = states.chunk.key.shape[1]
+    scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    query = query.to(torch.float32).unflatten(1, (num_kv_heads, -1)) * scale  # [rows, Hkv, n_rep, Q, D]
+    softmax = _RunningSoftmax(query, states.chunk.value.shape[-1], _sink_logits(call, num_kv_heads))
+    rotated_query = rotate(query) if group.num_pages else query
+    for block in _blocks(states, group):
+        scores = (rotated_query if block.key_rotated else query) @ block.key.unsqueeze(2).transpose(-1, -2)
+        softmax.add(_masked(scores, block.columns, group, call), block.value.unsqueeze(2), block.value_rotated)
+    return softmax.output().flatten(1, 2)
+
+
+def _blocks(states: Snapshot, group: RowGroup) -> Iterator[_Block]:
+    """The exact states of a group as one block, then its pages in runs."""
+    config, device = states.config, states.chunk.key.device
+    segments = states.exact_segments(group)
+    if segments:
+        columns = torch.cat([torch.arange(s.first, s.first + s.states.num_tokens, device=device) for s in segments])
+        key, value = (torch.cat([s.states[part] for s in segments], dim=2).to(torch.float32) for part in (0, 1))
+        yield _Block(columns, key, value, False, False)
+    for first in range(0, group.num_pages, RUN_PAGES):
+        last = min(first + RUN_PAGES, group.num_pages)
+        start = group.start + config.sinks
+        columns = torch.arange(start + first * config.page_size, start + last * config.page_size, device=device)
+        key, value = (states.page_states(group, part, first, last).to(torch.float32) for part in (0, 1))
+        yield _Block(columns, key, value, config.codec(0).rotated, config.codec(1).rotated)
+
+
+def _masked(scores: Tensor, columns: Tensor, group: RowGroup, call: AttentionCall) -> Tensor:
+    """Scores [rows, Hkv, n_rep, Q, t] after softcap, mask and causality."""
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.is_causal:
+        scores = scores.masked_fill(
+            columns > torch.arange(scores.shape[-2], device=columns.device)[:, None], -torch.inf
+        )
+    if call.mask is None:
+        return scores
+    mask = call.mask[(None,) * (4 - call.mask.dim())]
+    mask = (mask if mask.shape[0] == 1 else _rows_of(mask, group.rows))[..., columns]
+    mask = mask.unflatten(1, (1, 1) if mask.shape[1] == 1 else scores.shape[1:3])
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+
+
+class _RunningSoftmax:
+    """Softmax-weighted sum of values that arrive block by block."""
+
+    def __init__(self, query: Tensor, value_dim: int, sink_logits: Tensor | None) -> None:
+        shape = query.shape[:-1]
+        if sink_logits is None:
+            self._max, self._sum = query.new_full(shape, -torch.inf), query.new_zeros(shape)
+        else:
+            self._max, self._sum = sink_logits.expand(shape).clone(), query.new_ones(shape)
+        self._plain, self._rotated = query.new_zeros(*shape, value_dim), query.new_zeros(*shape, value_dim)
+        self._has_rotated = False
+
+    def add(self, scores: Tensor, value: Tensor, is_rotated: bool) -> None:
+        """Scores [..., Q, t] of values [..., t, Dv]; -inf leaves a column out."""
+        maximum = torch.maximum(self._max, scores.amax(dim=-1))
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)  # all masked so far: exp(-inf - 0) = 0
+        weights, keep = torch.exp(scores - shift.unsqueeze(-1)), torch.exp(self._max - shift)
+        self._sum = self._sum * keep + weights.sum(dim=-1)
+        self._plain, self._rotated = self._plain * keep.unsqueeze(-1), self._rotated * keep.unsqueeze(-1)
+        if is_rotated:
+            self._rotated, self._has_rotated = self._rotated + weights @ value, True
+        else:
+            self._plain = self._plain + weights @ value
+        self._max = maximum
+
+    def output(self) -> Tensor:
+        total = self._plain + rotate(self._rotated) if self._has_rotated else self._plain
+        return total / self._sum.masked_fill(self._sum == 0, 1.0).unsqueeze(-1)
+
+
+def _sink_logits(call: AttentionCall, num_kv_heads: int) -> Tensor | None:
+    if call.sink_logits is None:
+        return None
+    return call.sink_logits.to(torch.float32).view(1, num_kv_heads, -1, 1)
+
+
+def _rows_of(x: Tensor, rows: tuple[int, ...]) -> Tensor:
+    return x if len(rows) == x.shape[0] else x[list(rows)]

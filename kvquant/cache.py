@@ -1,0 +1,187 @@
+"""QuantCache and its layer: transformers' cache contract, and only that."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+from kvquant import compat
+from kvquant.config import Bits, QuantConfig
+from kvquant.memory import MemoryReport, layer_memory, total
+from kvquant.states import LayerStates
+from kvquant.transport import LazyStates, lazy_pair
+
+
+class QuantLayer(DynamicLayer):
+    """One full-attention layer's keys and values, packed."""
+
+    def __init__(self, quant: QuantConfig) -> None:
+        self.quant = quant
+        self.is_initialized = False
+        self._states: LayerStates | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.device, self.dtype = key_states.device, key_states.dtype
+        self._states = LayerStates(self.quant, key_states, value_states)
+        self.is_initialized = True
+
+    @property
+    def states(self) -> LayerStates:
+        if self._states is None:
+            raise ValueError("this layer has seen no tokens yet")
+        return self._states
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Adds keys [B, Hkv, t, Dk] and values [B, Hkv, t, Dv]; returns all of them as lazy tensors."""
+        if self._states is None:
+            self.lazy_initialization(key_states, value_states)
+        snapshot = self.states.append(key_states, value_states, compat.position_ids(kwargs))
+        return lazy_pair(self.states, snapshot)
+
+    def settle(self) -> None:
+        """Packs what is due. Called when the layer's attention is over; calling it again changes nothing."""
+        if self._states is not None:
+            self._states.settle()
+
+    @property
+    def keys(self) -> LazyStates | None:
+        return None if self._states is None else LazyStates(self._states, self._states.snapshot(), 0)
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        raise AttributeError("keys of a QuantLayer are packed and cannot be assigned; use update()")
+
+    @property
+    def values(self) -> LazyStates | None:
+        return None if self._states is None else LazyStates(self._states, self._states.snapshot(), 1)
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:
+        raise AttributeError("values of a QuantLayer are packed and cannot be assigned; use update()")
+
+    def get_seq_length(self) -> int:
+        return 0 if self._states is None else self._states.kv_len
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.13
+
+    def reset(self) -> None:
+        self._states = None
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens: `tokens_to_remove` is minus their number, as in transformers."""
+        count = compat.tokens_to_crop(tokens_to_remove, self.get_seq_length())
+        if count and self._states is not None:
+            self._states.crop(count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self._states is not None:
+            self._states.select(torch.arange(self._states.batch_size)[indices.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._states is not None:
+            self._states.select(torch.arange(self._states.batch_size).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        raise NotImplementedError("QuantCache does not offload to CPU memory; pass offloading=False")
+
+    def prefetch(self) -> None:
+        raise NotImplementedError("QuantCache does not offload to CPU memory; pass offloading=False")
+
+    def memory(self) -> MemoryReport:
+        return MemoryReport() if self._states is None else layer_memory(self._states.snapshot(), self._states.tail_room)
+
+
+class QuantCache(DynamicCache):
+    """A KV cache that stores full-attention layers packed and is used like DynamicCache.
+
+    >>> model.generate(**inputs, cache=QuantCache(bits=4))
+
+    bits: 8, 4, 3, 2, "fp8", 16 (full precision through the same machinery), or a pair (key, value) of these.
+    config: the model's configuration. With it, sliding-window, linear and other layers are what transformers makes
+    them and stay unquantized; without it, every layer is taken to be full attention.
+    quant: a QuantConfig, instead of `bits` and the options below.
+    options: sinks, residual_length, page_size, rotation, max_length (see QuantConfig), clip (see QuantConfig.preset).
+
+    Raises ValueError or TypeError for arguments out of range, or if both `bits` and `quant` are given.
+    """
+
+    def __init__(
+        self,
+        bits: Bits | tuple[Bits, Bits] | None = None,
+        *,
+        config: PreTrainedConfig | None = None,
+        quant: QuantConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self.quant = _resolve(bits, quant, options)
+        super().__init__(config=config)
+        new_layer = partial(QuantLayer, self.quant)
+        if self.layer_class_to_replicate is not None:
+            self.layer_class_to_replicate = new_layer  # type: ignore[assignment]  # only ever called
+        # By exact type: subclasses of DynamicLayer keep states of their own kind, which are not ours to pack.
+        self.layers = [new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        self._open_layer: int | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self._open_layer not in (None, layer_idx):
+            self._settle(self._open_layer)
+        self._open_layer = layer_idx
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def _settle(self, layer_idx: int | None) -> None:
+        # An attention that is not ours to see has by now read the previous layer's chunk; it need not stay exact.
+        layer = self.layers[layer_idx] if layer_idx is not None else None
+        if isinstance(layer, QuantLayer):
+            layer.settle()
+
+    def memory(self) -> MemoryReport:
+        """The bytes this cache holds, by part; see MemoryReport."""
+        return cache_memory(self)
+
+
+def cache_memory(cache: Cache) -> MemoryReport:
+    """The bytes that any of transformers' caches holds; layers other than ours count as unquantized."""
+    return total(layer.memory() if isinstance(layer, QuantLayer) else _plain_memory(layer) for layer in cache.layers)
+
+
+def _resolve(bits: Bits | tuple[Bits, Bits] | None, quant: QuantConfig | None, options: dict[str, Any]) -> QuantConfig:
+    if quant is None:
+        if bits is None:
+            raise ValueError("bits is missing; use QuantCache(bits=4), or QuantCache(quant=QuantConfig(...))")
+        known = {"sinks", "residual_length", "page_size", "rotation", "clip", "max_length"}
+        if not options.keys() <= known:
+            unknown = ", ".join(sorted(options.keys() - known))
+            raise TypeError(f"QuantCache got unknown options {unknown}; known are {', '.join(sorted(known))}")
+        return QuantConfig.preset(bits, **options)
+    if not isinstance(quant, QuantConfig):
+        raise TypeError(f"quant must be a QuantConfig, got {quant!r}")
+    if bits is not None or options:
+        given = ", ".join((["bits"] if bits is not None else []) + sorted(options))
+        raise ValueError(f"quant already says everything: do not pass {given} beside it, use dataclasses.replace on it")
+    return quant
+
+
+def _plain_memory(layer: Any) -> MemoryReport:
+    tensors: list[Tensor] = [held for held in vars(layer).values() if isinstance(held, Tensor) and held.dim() > 0]
+    for states in ("conv_states", "recurrent_states"):
+        tensors += [held for held in getattr(layer, states, {}).values() if isinstance(held, Tensor)]
+    size = sum(held.numel() * held.element_size() for held in tensors)
+    return MemoryReport(unquantized=size, full_precision=size)

@@ -1,0 +1,155 @@
+"""`kvquant <verb>`: parses, calls, prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from kvquant import __version__
+from kvquant.config import Bits, QuantConfig, parse_bits
+
+if TYPE_CHECKING:
+    from kvquant_evals.runner import Report
+    from kvquant_evals.task import Settings
+
+EXIT_BROKEN, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb. Returns the exit code: 0, 1 if a cache failed the sanity check, 130 after Ctrl-C.
+
+    Exits with 2 and one line on standard error if the arguments ask for something that cannot be done.
+    """
+    parser = _Parser(prog="kvquant", description="KV-cache quantization for Hugging Face transformers.")
+    parser.add_argument("--version", action="version", version=f"kvquant {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
+    _add_eval(verbs)
+    options = parser.parse_args(arguments)
+    exit_code: int = options.run(options)
+    return exit_code
+
+
+def _add_eval(verbs: Any) -> None:
+    summary = "Quality and memory of quantized caches on a model, against full precision."
+    parser = verbs.add_parser("eval", help=summary, description=summary)
+    add = parser.add_argument
+    add(
+        "--bits",
+        action="append",
+        type=_bits,
+        metavar="B",
+        help="8, 4, 3, 2, 16, fp8, or key,value; repeatable (default: 8 and 4)",
+    )
+    add("--model", help="a hub id, a folder or a .gguf file (default: SmolLM2-135M-Instruct)")
+    add("--tokens", type=_count, default=4096, help="length of the text for perplexity (default: %(default)s)")
+    add("--chunk", type=_count, default=128, help="tokens per forward pass (default: %(default)s)")
+    add("--needles", type=_count, default=6, help="facts per document (default: %(default)s)")
+    add(
+        "--context",
+        type=_count,
+        action="append",
+        metavar="N",
+        help="document length in tokens; repeatable (default: 512 and 1024)",
+    )
+    add("--documents", type=_count, default=3, help="documents per length (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the documents (default: %(default)s)")
+    add("--text", metavar="FILE", help="text to measure on (default: Python's language reference)")
+    add("--json", metavar="FILE", help="where to write everything that was found")
+    parser.set_defaults(run=_eval)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    # Here, so that other verbs and `import kvquant` do not load models' code.
+    from kvquant_evals import model, runner, task
+
+    contexts = tuple(options.context or (512, 1024))
+    settings = task.Settings(
+        tokens=options.tokens,
+        chunk=options.chunk,
+        skip=min(256, options.tokens // 2),
+        needles=options.needles,
+        contexts=contexts,
+        documents=options.documents,
+        seed=options.seed,
+    )
+    try:
+        _check_writable(options.json)
+        text = model.read_text(options.text) if options.text else model.default_text()
+        subject = model.load_subject(options.model)
+        wanted = dict.fromkeys(options.bits or [8, 4])
+        contenders = [runner.Contender.quantized(_label(bits), QuantConfig.preset(bits), subject) for bits in wanted]
+        report = runner.Report(subject.name, settings)
+        interrupted = _evaluate(subject, text, settings, contenders, report)
+    except model.EvalError as error:
+        print(f"kvquant eval: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    _print_report(report, options.json)
+    return EXIT_INTERRUPTED if interrupted else EXIT_BROKEN if report.broken else 0
+
+
+def _evaluate(subject: Any, text: str, settings: Settings, contenders: Sequence[Any], report: Report) -> bool:
+    """Whether the evaluation was interrupted; what was finished by then is in `report`."""
+    from tqdm import tqdm
+
+    from kvquant_evals import runner
+
+    def open_bar(title: str, total: int, unit: str) -> Any:
+        return tqdm(desc=title, total=total, unit=unit, dynamic_ncols=True)
+
+    try:
+        runner.evaluate(subject, text, settings, contenders, open_bar, report)
+    except KeyboardInterrupt:
+        print("\nkvquant eval: interrupted; rows finished so far follow", file=sys.stderr)
+        return True
+    return False
+
+
+def _print_report(report: Report, json_path: str | None) -> None:
+    from kvquant_evals import table
+
+    plain = report.to_dict()
+    if json_path:
+        Path(json_path).write_text(json.dumps(plain, indent=1) + "\n")
+    if report.rows:
+        print(f"\n{table.caption(plain)}\n\n{table.plain(plain)}")
+    for row in report.broken:
+        print(f"kvquant eval: {row.label} is broken: mean KL {row.scores['kl_mean']:.2f} nats", file=sys.stderr)
+
+
+def _check_writable(path: str | None) -> None:
+    from kvquant_evals.model import EvalError
+
+    if path and not Path(path).absolute().parent.is_dir():
+        raise EvalError(f"json {path!r} cannot be written: there is no folder {Path(path).absolute().parent}")
+
+
+def _label(bits: Bits | tuple[Bits, Bits]) -> str:
+    if isinstance(bits, tuple):
+        return f"K {bits[0]} V {bits[1]} bit"
+    return bits if isinstance(bits, str) else f"{bits} bit"
+
+
+def _bits(text: str) -> Bits | tuple[Bits, Bits]:
+    try:
+        return parse_bits(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

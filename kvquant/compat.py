@@ -1,0 +1,41 @@
+"""The only file that knows transformers' versions and private names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+# The keyword under which models and generate() take a cache.
+CACHE_ARGUMENT = "cache" if TRANSFORMERS >= (5, 24) else "past_key_values"
+
+
+def tokens_to_crop(argument: int, length: int) -> int:
+    """How many tokens `crop(argument)` removes from a cache of `length` tokens in the installed version.
+
+    Raises ValueError for a positive argument from 5.15 on, where it no longer means the length to keep.
+    """
+    if argument <= 0 and (TRANSFORMERS >= (5, 15) or argument < 0):
+        return -argument
+    if TRANSFORMERS >= (5, 15):
+        raise ValueError(f"crop({argument}): pass minus the number of tokens to remove, for example crop({-argument})")
+    return max(0, length - argument)
+
+
+def position_ids(update_kwargs: dict[str, Any]) -> Any:
+    """The position ids of the tokens being added, which models pass along since 5.24; None before."""
+    return (update_kwargs.get("kwargs") or {}).get("position_ids")
+
+
+def register_attention(name: str, function: Any) -> None:
+    """Makes `attn_implementation=name` call `function`, with the masks that sdpa gets.
+
+    Without a mask function of its own, transformers gives an unknown implementation no mask at all.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)

@@ -1,0 +1,78 @@
+"""The pool that owns a layer's sealed pages. A page lives as long as something refers to it and is written once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvquant.layout import PageLayout
+
+GROWTH = 1.5
+
+
+class Page:
+    """A sealed page. Caches that share it hold the same object; its slot is free when the last of them drops it."""
+
+    __slots__ = ("index", "pool")
+
+    def __init__(self, index: int, pool: PagePool) -> None:
+        self.index = index
+        self.pool = pool
+
+    def __del__(self) -> None:
+        self.pool.free_slots.append(self.index)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Page:
+        return self
+
+
+class PagePool:
+    """The bytes of one layer's pages: uint8 [capacity, page_bytes], growing geometrically.
+
+    Safe to share between caches and threads: a page is written before anyone can refer to it, and never again.
+    """
+
+    def __init__(self, layout: PageLayout, device: torch.device, capacity: int = 0) -> None:
+        self.layout = layout
+        self.free_slots = list(range(capacity - 1, -1, -1))
+        self.records = _empty_records(capacity, layout.page_bytes, device)
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PagePool:
+        return self
+
+    @property
+    def capacity(self) -> int:
+        return self.records.shape[0]
+
+    def write(self, records: Tensor) -> list[Page]:
+        """New pages holding `records` uint8 [pages, page_bytes]."""
+        with self._lock:
+            self._reserve(records.shape[0])
+            slots = [self.free_slots.pop() for _ in range(records.shape[0])]
+            self.records[torch.tensor(slots, device=self.records.device)] = records
+        return [Page(slot, self) for slot in slots]
+
+    def read(self, pages: Sequence[Page]) -> Tensor:
+        """The records uint8 [pages, page_bytes] of `pages`."""
+        return self.records[torch.tensor([page.index for page in pages], device=self.records.device)]
+
+    def _reserve(self, count: int) -> None:
+        missing = count - len(self.free_slots)
+        if missing <= 0:
+            return
+        old = self.capacity
+        new = max(old + missing, int(old * GROWTH))
+        grown = _empty_records(new, self.layout.page_bytes, self.records.device)
+        grown[:old] = self.records
+        self.records = grown
+        self.free_slots[:0] = range(new - 1, old - 1, -1)
+
+
+def _empty_records(capacity: int, page_bytes: int, device: torch.device) -> Tensor:
+    # Outside inference mode, since tensors made inside it could not be written to by a later call outside.
+    with torch.inference_mode(False):
+        return torch.empty(capacity, page_bytes, dtype=torch.uint8, device=device)

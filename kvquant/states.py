@@ -1,0 +1,271 @@
+"""One layer's states over time: append, crop, reorder, select. Everything that changes what a layer holds is here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvquant.config import QuantConfig
+from kvquant.layout import PlainLayout, StateShape
+from kvquant.pages import Page, PagePool
+from kvquant.snapshot import KV, RUN_PAGES, Row, RowGroup, Snapshot, group_rows, tail_start
+
+
+class LayerStates:
+    """The keys and values of one layer.
+
+    New tokens first wait as the chunk, exactly as given, so that the attention of their own step reads them exactly;
+    `settle` then moves them into the tail and seals the pages that are due. A page is due when the tail holds
+    `residual_length` tokens beyond it. All changes but the growth of the tail replace values instead of writing to
+    them, so that snapshots stay true.
+    """
+
+    def __init__(self, config: QuantConfig, key: Tensor, value: Tensor) -> None:
+        """Empty states for keys [B, Hkv, *, Dk] and values [B, Hkv, *, Dv], with their dtype and device."""
+        self.config = config
+        self._rows: tuple[Row, ...] = (Row(0, ()),) * key.shape[0]
+        self._settled = 0
+        self._sinks: KV | None = None
+        self._pool: PagePool | None = None
+        self._chunk = KV(_empty_like(key, 0), _empty_like(value, 0))
+        self._tail = _Tail.copy_of(self._chunk, config)
+        self._chunk_positions: Tensor | None = None
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens seen, left padding included."""
+        return self._settled + self._chunk.num_tokens
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.config, self._settled, self._rows, self._sinks, self._pool, self._tail.states, self._chunk)
+
+    def append(self, key: Tensor, value: Tensor, positions: Tensor | None = None) -> Snapshot:
+        """Takes a chunk of keys [B, Hkv, t, Dk] and values [B, Hkv, t, Dv].
+
+        `positions` [B, t], if given, are position ids: where no mask tells otherwise, the padding that they show at the
+        left of a row is not stored. Raises ValueError if the chunk's batch, heads or dtype differ from what is held.
+        """
+        self._check_like_chunk(key, value)
+        self.settle()
+        self._chunk, self._chunk_positions = KV(key, value), positions
+        return self.snapshot()
+
+    def settle(self, chunk: KV | None = None, starts: Sequence[int] | None = None) -> None:
+        """Moves the chunk into tail and pages. Does nothing if `chunk` is given and no longer the one waiting.
+
+        `starts` [B], if given, are the columns of the rows' first real tokens, for rows that hold no token yet.
+        """
+        if self._chunk.num_tokens == 0 or (chunk is not None and chunk is not self._chunk):
+            return
+        if self.is_open:
+            self._open_rows(self._starts_from_positions() if starts is None else starts)
+        with torch.no_grad():
+            self._tail = self._tail.extended(self._chunk)
+            self._settled = self.kv_len
+            self._chunk, self._chunk_positions = KV(*(_empty_like(part, 0) for part in self._chunk)), None
+            for group in group_rows(self._rows):
+                self._seal_due(group)
+            self._trim_tail()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some row holds no token yet, so that the chunk decides where it starts."""
+        return any(row.start == self._settled for row in self._rows)
+
+    def crop(self, num_tokens: int) -> None:
+        """Forgets the last `num_tokens` tokens.
+
+        A cut through a page re-opens it: its remaining tokens return to the tail as the values they already represent.
+        """
+        self.settle()
+        length = max(0, self._settled - num_tokens)
+        before = self.snapshot()
+        self._rows = tuple(_cropped(row, length, self.config) for row in self._rows)
+        self._settled = length
+        if not any(row.pages for row in self._rows):
+            self._sinks = None
+        first = self._tail_first()
+        with torch.no_grad():
+            self._tail = _Tail.copy_of(
+                KV(before.columns(0, first, length), before.columns(1, first, length)), self.config
+            )
+
+    def select(self, rows: Tensor | Sequence[int]) -> None:
+        """Makes row i what row rows[i] was; rows may repeat and be left out. No page is copied."""
+        self.settle()
+        order = rows.tolist() if isinstance(rows, Tensor) else list(rows)
+        index = torch.tensor(order, device=self._tail.states.key.device)
+        self._rows = tuple(self._rows[i] for i in order)
+        self._sinks = None if self._sinks is None else _index_rows(self._sinks, index)
+        self._tail = _Tail.copy_of(_index_rows(self._tail.states, index), self.config)
+        self._chunk = _index_rows(self._chunk, index)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._rows)
+
+    @property
+    def tail_room(self) -> int:
+        """Tokens that fit into the tail before its buffers must grow."""
+        return self._tail.room
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerStates:
+        """States that share all pages with these. Only the tail, which grows in place, is copied."""
+        copy = object.__new__(LayerStates)
+        copy.__dict__.update(self.__dict__)
+        copy._tail = _Tail.copy_of(self._tail.states, self.config)
+        return copy
+
+    def _check_like_chunk(self, key: Tensor, value: Tensor) -> None:
+        for name, new, held in zip(("key", "value"), (key, value), self._chunk, strict=True):
+            same_shape = new.shape[:2] == held.shape[:2] and new.shape[-1] == held.shape[-1]
+            if not same_shape or new.dtype != held.dtype:
+                raise ValueError(
+                    f"{name}_states of shape {tuple(new.shape)} and {new.dtype} do not continue a cache of "
+                    f"[{held.shape[0]}, {held.shape[1]}, *, {held.shape[-1]}] and {held.dtype}"
+                )
+
+    def _open_rows(self, starts: Sequence[int] | None) -> None:
+        first, last = self._settled, self.kv_len
+        for_row = [first] * self.batch_size if starts is None else [min(max(s, first), last) for s in starts]
+        self._rows = tuple(Row(for_row[i], ()) if row.start == first else row for i, row in enumerate(self._rows))
+
+    def _starts_from_positions(self) -> Sequence[int] | None:
+        positions = self._chunk_positions
+        if positions is None or positions.dim() != 2:
+            return None
+        return [self._settled + _padding(row) for row in positions.expand(self.batch_size, -1).tolist()]
+
+    def _seal_due(self, group: RowGroup) -> None:
+        """Seals the pages of a group that have `residual_length` younger tokens."""
+        config, first = self.config, tail_start(self.config, group)
+        sinks = 0 if group.num_pages else config.sinks
+        due = (self._settled - first - sinks - config.residual_length) // config.page_size
+        if due <= 0:
+            return
+        tail = self._tail.states.rows(group.rows)
+        offset = first - (self._settled - tail.num_tokens)
+        if not group.num_pages:
+            self._set_sinks(group, tail.tokens(offset, offset + sinks))
+        new_pages = self._seal(tail.tokens(offset + sinks, offset + sinks + due * config.page_size))
+        grown = {i: table + tuple(pages) for i, table, pages in zip(group.rows, group.tables, new_pages, strict=True)}
+        self._rows = tuple(row._replace(pages=grown.get(i, row.pages)) for i, row in enumerate(self._rows))
+
+    def _set_sinks(self, group: RowGroup, sinks: KV) -> None:
+        if self._sinks is None or len(group.rows) == self.batch_size:
+            shape = (self.batch_size, -1, -1, -1)
+            self._sinks = KV(*(s[:1].expand(shape).clone() for s in sinks))
+        else:
+            self._sinks = KV(*(s.clone() for s in self._sinks))
+        for held, new in zip(self._sinks, sinks, strict=True):
+            held[list(group.rows)] = new
+
+    def _seal(self, states: KV) -> list[list[Page]]:
+        """The new pages of each row of states [rows, Hkv, n * page_size, D], in runs that bound the scratch memory."""
+        pages: list[list[Page]] = [[] for _ in range(states.key.shape[0])]
+        run = RUN_PAGES * self.config.page_size
+        for first in range(0, states.num_tokens, run):
+            key, value = (_to_pages(part, self.config.page_size) for part in states.tokens(first, first + run))
+            records = self._layout_pool().layout.pack(
+                self.config.codec(0).encode(key.flatten(0, 1)), self.config.codec(1).encode(value.flatten(0, 1))
+            )
+            written = self._layout_pool().write(records)
+            per_row = key.shape[1]
+            for i, row in enumerate(pages):
+                row.extend(written[i * per_row : (i + 1) * per_row])
+        return pages
+
+    def _layout_pool(self) -> PagePool:
+        if self._pool is None:
+            (_, h_k, _, d_k), (_, h_v, _, d_v) = self._chunk.key.shape, self._chunk.value.shape
+            size = self.config.page_size
+            layout = PlainLayout(
+                (self.config.key, StateShape(h_k, size, d_k)),
+                (self.config.value, StateShape(h_v, size, d_v)),
+                self._chunk.key.dtype,
+            )
+            capacity = self.batch_size * ((self.config.max_length or 0) // size)
+            self._pool = PagePool(layout, self._chunk.key.device, capacity)
+        return self._pool
+
+    def _trim_tail(self) -> None:
+        self._tail = self._tail.last(self._settled - self._tail_first(), self.config)
+
+    def _tail_first(self) -> int:
+        """The first column that some row keeps in its tail."""
+        return min(tail_start(self.config, group) for group in group_rows(self._rows))
+
+
+class _Tail:
+    """Exact states that grow at the end, in buffers with room to spare."""
+
+    def __init__(self, buffers: KV, length: int) -> None:
+        self._buffers = buffers
+        self.states = buffers.tokens(0, length)
+
+    @staticmethod
+    def copy_of(states: KV, config: QuantConfig) -> _Tail:
+        room = max(states.num_tokens, config.sinks + config.residual_length + config.page_size)
+        buffers = KV(*(_empty_like(part, room) for part in states))
+        for buffer, part in zip(buffers, states, strict=True):
+            buffer[..., : part.shape[-2], :] = part
+        return _Tail(buffers, states.num_tokens)
+
+    @property
+    def room(self) -> int:
+        return self._buffers.num_tokens - self.states.num_tokens
+
+    def extended(self, states: KV) -> _Tail:
+        """The tail with `states` at its end; written in place where there is room."""
+        length = self.states.num_tokens
+        if length + states.num_tokens > self._buffers.num_tokens:
+            if length == 0:
+                return _Tail(KV(*(part.detach() for part in states)), states.num_tokens)
+            return _Tail(
+                KV(*(torch.cat(pair, dim=-2) for pair in zip(self.states, states, strict=True))),
+                length + states.num_tokens,
+            )
+        for buffer, part in zip(self._buffers, states, strict=True):
+            buffer[..., length : length + part.shape[-2], :] = part
+        return _Tail(self._buffers, length + states.num_tokens)
+
+    def last(self, length: int, config: QuantConfig) -> _Tail:
+        """The last `length` tokens, in buffers of their own if that frees memory or the room is used up."""
+        held = self.states.num_tokens
+        if length == held and self._buffers.num_tokens > held:
+            return self
+        return _Tail.copy_of(self.states.tokens(held - length, held), config)
+
+
+def _padding(positions: list[int]) -> int:
+    """How many tokens of left padding the position ids of a row show.
+
+    generate() numbers a padded row c, .., c, 0, 1, 2, .. with c = 0 or 1. Any other sequence counts as all real.
+    """
+    start = max((i for i, position in enumerate(positions) if position == 0), default=0)
+    is_padded = positions[start:] == list(range(len(positions) - start)) and set(positions[:start]) in ({0}, {1})
+    return start if is_padded else 0
+
+
+def _cropped(row: Row, length: int, config: QuantConfig) -> Row:
+    """The row up to column `length`, with the pages that end there or before."""
+    whole_pages = max(0, (length - row.start - config.sinks) // config.page_size)
+    return Row(min(row.start, length), row.pages[:whole_pages])
+
+
+def _index_rows(states: KV, index: Tensor) -> KV:
+    return KV(*(part.index_select(0, index) for part in states))
+
+
+def _to_pages(states: Tensor, page_size: int) -> Tensor:
+    """[rows, H, n * page_size, D] -> [rows, n, H, page_size, D]"""
+    pages: Tensor = states.unflatten(2, (-1, page_size))
+    return pages.transpose(1, 2)
+
+
+def _empty_like(states: Tensor, length: int) -> Tensor:
+    # Outside inference mode, since tensors made inside it could not be written to by a later call outside.
+    with torch.inference_mode(False):
+        return torch.empty(*states.shape[:2], length, states.shape[-1], dtype=states.dtype, device=states.device)

@@ -1,0 +1,39 @@
+"""Shared fixtures: determinism, tiny models, and the real one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers.utils import logging
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet() -> None:
+    logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    # Tiny tensors gain nothing from threads, and tests may run side by side.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct with its tokenizer; tests that use it are marked slow."""
+    from kvquant_evals.model import load_subject
+
+    return load_subject()

@@ -1,0 +1,194 @@
+"""attend() against float64 attention on the dequantized states."""
+
+import math
+
+import pytest
+import torch
+
+from kvquant import FORMATS, AttentionCall, QuantConfig, attend
+from kvquant.attention import LONG_CHUNK, row_starts
+from kvquant.formats import INT4_PER_CHANNEL, INT4_PER_TOKEN
+from kvquant.snapshot import Snapshot
+from kvquant.states import LayerStates
+from kvquant.testing import relative_errors
+
+SOFTCAP = 5.0
+
+
+def states_for(config, rows=2, heads=2, tokens=203, dim=16, value_dim=24, starts=None, dtype=torch.float32, chunk=3):
+    key = torch.randn(rows, heads, tokens, dim, dtype=dtype)
+    value = torch.randn(rows, heads, tokens, value_dim, dtype=dtype)
+    states = LayerStates(config, key, value)
+    states.append(key[:, :, :-chunk], value[:, :, :-chunk])
+    states.settle(starts=starts)
+    return states.append(key[:, :, -chunk:], value[:, :, -chunk:])
+
+
+def expected(snapshot, call):
+    """The definition, in float64 and one piece."""
+    key, value = (snapshot.columns(part).double() for part in (0, 1))
+    n_rep = call.query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(n_rep, dim=1) for states in (key, value))
+    scale = key.shape[-1] ** -0.5 if call.scale is None else call.scale
+    scores = call.query.double() @ key.transpose(-1, -2) * scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    if call.mask is not None:
+        scores = (
+            scores.masked_fill(~call.mask, -math.inf) if call.mask.dtype == torch.bool else scores + call.mask.double()
+        )
+    weights = scores
+    if call.sink_logits is not None:
+        sink = call.sink_logits.double().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink), dim=-1)
+    weights = weights.softmax(dim=-1).nan_to_num(0.0)[..., : scores.shape[-1]]
+    return weights @ value
+
+
+def config_for(fmt=INT4_PER_CHANNEL, value=None, **options):
+    return QuantConfig(key=fmt, value=value or fmt, **({"sinks": 2, "residual_length": 5, "page_size": 8} | options))
+
+
+def assert_close(out, reference, tolerance=2e-6):
+    # float32 sums of some 200 products, of which the rotation adds log2(16) roundings: a few 2^-23.
+    errors = relative_errors(out, reference)
+    assert errors.rms <= tolerance, errors
+    assert errors.maximum <= 10 * tolerance, errors
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("rotation", [True, False])
+def test_every_format_equals_attention_on_dequantized_states(fmt, rotation):
+    snapshot = states_for(config_for(fmt, rotation=rotation))
+    call = AttentionCall(torch.randn(2, 4, 1, 16))
+    assert_close(attend(snapshot, call), expected(snapshot, call))
+
+
+@pytest.mark.parametrize("n_rep", [1, 4])
+@pytest.mark.parametrize("q_len", [1, 2, 7, LONG_CHUNK, LONG_CHUNK + 1])
+@pytest.mark.parametrize("mask", ["none", "bool", "bool per head", "float", "causal"])
+def test_masks_queries_and_grouped_heads(n_rep, q_len, mask):
+    snapshot = states_for(config_for(), chunk=q_len)
+    query = torch.randn(2, 2 * n_rep, q_len, 16)
+    masks = {
+        "none": None,
+        "causal": None,
+        "bool": torch.rand(2, 1, q_len, 203) < 0.7,
+        "bool per head": torch.rand(1, 2 * n_rep, q_len, 203) < 0.7,
+        "float": torch.randn(2, 1, q_len, 203),
+    }
+    call = AttentionCall(query, masks[mask], is_causal=mask == "causal", scale=0.3)
+    assert_close(attend(snapshot, call), expected(snapshot, call))
+
+
+@pytest.mark.parametrize("softcap", [None, SOFTCAP])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("q_len", [1, LONG_CHUNK + 1])
+def test_softcap_and_sink_logits(softcap, has_sinks, q_len):
+    snapshot = states_for(config_for(), chunk=q_len)
+    mask = torch.rand(2, 1, q_len, 203) < 0.7
+    sinks = torch.randn(4) + 2 if has_sinks else None
+    call = AttentionCall(torch.randn(2, 4, q_len, 16), mask, softcap=softcap, sink_logits=sinks)
+    assert_close(attend(snapshot, call), expected(snapshot, call))
+
+
+@pytest.mark.parametrize("q_len", [1, 9, LONG_CHUNK + 1])
+def test_left_padded_rows_of_different_lengths(q_len):
+    starts = [0, 100, 37, 203 - q_len]
+    snapshot = states_for(config_for(), rows=4, starts=starts, chunk=q_len)
+    mask = (torch.arange(203) >= torch.tensor(starts)[:, None])[:, None, None].expand(4, 1, q_len, 203)
+    call = AttentionCall(torch.randn(4, 4, q_len, 16), mask)
+    assert len(snapshot.groups()) == 4
+    assert_close(attend(snapshot, call), expected(snapshot, call))
+
+
+@pytest.mark.parametrize("tokens", [4, 11, 20, 23, 24, 5000])
+def test_lengths_around_the_first_page_and_beyond_one_run(tokens):
+    snapshot = states_for(config_for(), rows=1, tokens=tokens, chunk=1)
+    call = AttentionCall(torch.randn(1, 2, 1, 16))
+    assert_close(attend(snapshot, call), expected(snapshot, call), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_states_are_computed_in_float32_and_rounded_once(dtype):
+    snapshot = states_for(config_for(), dtype=dtype)
+    call = AttentionCall(torch.randn(2, 4, 1, 16, dtype=dtype))
+    out = attend(snapshot, call)
+    assert out.dtype == dtype
+    # Half a unit in the last place of the output, and that of dequantized states, which columns() rounds to the dtype.
+    assert_close(out, expected(snapshot, call), tolerance=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("kind", ["bool", "-inf"])
+@pytest.mark.parametrize("q_len", [2, LONG_CHUNK + 1])
+def test_fully_masked_queries_give_zeros(kind, q_len):
+    snapshot = states_for(config_for(), chunk=q_len)
+    mask = torch.ones(2, 1, q_len, 203, dtype=torch.bool)
+    mask[0, :, 0] = False
+    mask = mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    call = AttentionCall(torch.randn(2, 4, q_len, 16), mask)
+    out = attend(snapshot, call)
+    assert (out[0, :, 0] == 0).all()
+    assert_close(out, expected(snapshot, call))
+
+
+def test_nan_in_a_page_gives_nan_to_its_row_and_head_only():
+    key = torch.randn(2, 2, 40, 16)
+    key[1, 0, 10, 3] = math.nan
+    states = LayerStates(config_for(INT4_PER_TOKEN), key, key)
+    states.append(key, key)
+    states.settle()
+    out = attend(states.append(key[:, :, :1], key[:, :, :1]), AttentionCall(torch.randn(2, 2, 1, 16)))
+    assert out.isnan().all(dim=-1).squeeze(-1).tolist() == [[False, False], [True, False]]
+
+
+@pytest.mark.parametrize("softcap", [None, SOFTCAP])
+@pytest.mark.parametrize("is_new", [False, True], ids=["with history", "empty cache"])
+def test_gradients_reach_the_query_and_the_chunk(softcap, is_new):
+    config = config_for()
+    key, value = torch.randn(2, 1, 2, 60, 16)
+    states = LayerStates(config, key, value)
+    if not is_new:
+        states.append(key, value)
+        states.settle()
+    chunk = [torch.randn(1, 2, 2, 16, requires_grad=True) for _ in range(2)]
+    query = torch.randn(1, 4, 2, 16, requires_grad=True)
+    snapshot = states.append(*chunk)
+    attend(snapshot, AttentionCall(query, softcap=softcap)).square().sum().backward()
+    got = [x.grad for x in (query, *chunk)]
+    for x in (query, *chunk):
+        x.grad = None
+    expected(snapshot, AttentionCall(query, softcap=softcap)).square().sum().backward()
+    for grad, x in zip(got, (query, *chunk), strict=True):
+        torch.testing.assert_close(grad, x.grad, rtol=1e-4, atol=1e-5)  # float32 against float64
+
+
+def test_exact_states_are_plain_attention():
+    key, value, query = torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 5, 16)
+    out = attend(Snapshot.of(key, value), AttentionCall(query))
+    assert torch.equal(out, torch.nn.functional.scaled_dot_product_attention(query, key, value))
+
+
+def test_query_or_mask_that_do_not_fit_are_refused():
+    snapshot = states_for(config_for())
+    with pytest.raises(ValueError, match="query of 3 rows and 4 heads does not fit states of 2 rows and 2 KV heads"):
+        attend(snapshot, AttentionCall(torch.randn(3, 4, 1, 16)))
+    with pytest.raises(ValueError, match="query heads a multiple of KV heads"):
+        attend(snapshot, AttentionCall(torch.randn(2, 3, 1, 16)))
+    with pytest.raises(ValueError, match="mask covers 202 columns, the states have 203"):
+        attend(snapshot, AttentionCall(torch.randn(2, 4, 1, 16), torch.ones(2, 1, 1, 202, dtype=torch.bool)))
+
+
+def test_row_starts_from_bool_and_float_masks():
+    mask = torch.ones(4, 1, 3, 5, dtype=torch.bool).tril(2)
+    mask[1, :, :, :2] = False
+    mask[2] = False
+    mask[3, :, 0] = False
+    assert row_starts(mask, 4, 5) == [0, 2, 5, 0]
+    for hidden in (torch.finfo(torch.float32).min, -math.inf):
+        assert row_starts(torch.zeros(mask.shape).masked_fill(~mask, hidden), 4, 5) == [0, 2, 5, 0]
+    assert row_starts(mask[1:2], 3, 5) == [2, 2, 2]
+    assert row_starts(None, 4, 5) is None
+    assert row_starts(mask, 4, 6) is None

@@ -1,0 +1,317 @@
+"""States against an oracle that keeps plain lists of tokens, under every operation in random order."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.nn import functional as F
+from transformers import DynamicCache
+
+from kvquant import FORMATS, QuantCache, QuantConfig
+from kvquant.formats import IDENTITY
+from kvquant.states import LayerStates
+
+HEADS, HEAD_DIM, VALUE_DIM = 2, 8, 12
+MAX_TOKENS, MAX_ROWS = 150, 6
+
+
+def config_for(fmt, **options):
+    fields = {"sinks": 2, "residual_length": 5, "page_size": 8} | options
+    return QuantConfig(key=fmt, value=fmt, **fields)
+
+
+class OracleRow:
+    """One row as a list of the values its tokens are read as: sealed one page at a time, from the whole history."""
+
+    def __init__(self, config):
+        self.config, self.pages, self.tokens = config, 0, ([], [])
+
+    def extend(self, key, value):  # [H, t, D]
+        for held, new in zip(self.tokens, (key, value), strict=True):
+            held.extend(new.unbind(1))
+        size = self.config.page_size
+        while len(self.tokens[0]) - self.config.sinks - self.pages * size >= self.config.residual_length + size:
+            first = self.config.sinks + self.pages * size
+            for part, held in enumerate(self.tokens):
+                codec = self.config.codec(part)
+                page = torch.stack(held[first : first + size], dim=1)
+                held[first : first + size] = codec.restore(codec.decode(codec.encode(page))).unbind(1)
+            self.pages += 1
+
+    def crop(self, count):
+        keep = max(0, len(self.tokens[0]) - count)
+        for held in self.tokens:
+            del held[keep:]
+        self.pages = min(self.pages, max(0, keep - self.config.sinks) // self.config.page_size)
+
+    def states(self, part):
+        like = torch.empty(HEADS, 0, (HEAD_DIM, VALUE_DIM)[part])
+        return torch.stack(self.tokens[part], dim=1) if self.tokens[part] else like
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """A one-layer cache, the oracle and DynamicCache do the same. Padding is learned from attention, as in a model."""
+
+    config: QuantConfig
+
+    @initialize(rows=st.integers(1, 3), seed=st.integers(0, 1000))
+    def start(self, rows, seed):
+        self.random = torch.Generator().manual_seed(seed)
+        self.cache, self.exact = QuantCache(quant=self.config), DynamicCache()
+        self.rows = [OracleRow(self.config) for _ in range(rows)]
+        self.starts = [0] * rows
+        self.copies = []
+
+    @property
+    def length(self):
+        return self.exact.get_seq_length()
+
+    def states(self, tokens, dim):
+        x = torch.randn(len(self.rows), HEADS, tokens, dim, generator=self.random)
+        x[..., 0] *= 30  # an outlier channel
+        return x
+
+    @rule(tokens=st.sampled_from([1, 2, 3, 7, 8, 9, 20, 45]), padding=st.integers(0, 6), attends=st.booleans())
+    def update(self, tokens, padding, attends):
+        if self.length + tokens > MAX_TOKENS:
+            return
+        key, value = self.states(tokens, HEAD_DIM), self.states(tokens, VALUE_DIM)
+        first_column = self.length
+        lazy = self.cache.update(key, value, 0)
+        full = self.exact.update(key, value, 0)
+        if attends:
+            self.attend(lazy, full, tokens, padding)
+        for i, row in enumerate(self.rows):
+            start = max(0, self.starts[i] - first_column)
+            row.extend(key[i, :, start:], value[i, :, start:])
+
+    def attend(self, lazy, full, tokens, padding):
+        """An attention call whose mask hides `padding` leading columns of the rows that hold no token yet."""
+        starts = list(self.starts)
+        for i, row in enumerate(self.rows):
+            if not row.tokens[0]:
+                starts[i] = min(self.length, self.length - tokens + (padding * (i + 1)) % (tokens + 1))
+        mask = torch.arange(self.length) >= torch.tensor(starts)[:, None]
+        F.scaled_dot_product_attention(self.states(1, HEAD_DIM), *lazy, attn_mask=mask[:, None, None])
+        self.starts = starts
+
+    @rule(count=st.sampled_from([0, 1, 3, 8, 17, 60]))
+    def crop(self, count):
+        if count >= self.length:
+            return
+        self.cache.crop(-count)
+        self.exact.crop(-count)
+        for i, row in enumerate(self.rows):
+            row.crop(count)
+            self.starts[i] = min(self.starts[i], self.length)
+
+    @precondition(lambda self: self.length)
+    @rule(data=st.data())
+    def reorder(self, data):
+        order = data.draw(
+            st.lists(st.integers(0, len(self.rows) - 1), min_size=len(self.rows), max_size=len(self.rows))
+        )
+        for cache in (self.cache, self.exact):
+            cache.reorder_cache(torch.tensor(order))
+        self.pick(order)
+
+    @precondition(lambda self: self.length)
+    @rule(data=st.data())
+    def select(self, data):
+        order = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=MAX_ROWS))
+        for cache in (self.cache, self.exact):
+            cache.batch_select_indices(torch.tensor(order))
+        self.pick(order)
+
+    @precondition(lambda self: self.length and 2 * len(self.rows) <= MAX_ROWS)
+    @rule()
+    def repeat(self):
+        for cache in (self.cache, self.exact):
+            cache.batch_repeat_interleave(2)
+        self.pick([i // 2 for i in range(2 * len(self.rows))])
+
+    def pick(self, order):
+        self.rows = [copy.deepcopy(self.rows[i]) for i in order]
+        self.starts = [self.starts[i] for i in order]
+
+    @rule()
+    def branch(self):
+        """Goes on with a deep copy; the original is kept and must not change."""
+        self.copies = [*self.copies[-1:], (self.cache, self.read(self.cache))]
+        self.cache = copy.deepcopy(self.cache)
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        self.exact.reset()
+        self.rows = [OracleRow(self.config) for _ in self.rows]
+        self.starts = [0] * len(self.rows)
+
+    def read(self, cache):
+        layers = cache.layers
+        return (
+            [layers[0].keys.materialize(), layers[0].values.materialize()] if layers and cache.get_seq_length() else []
+        )
+
+    @invariant()
+    def same_length(self):
+        if hasattr(self, "cache"):
+            assert self.cache.get_seq_length() == self.exact.get_seq_length()
+            assert self.cache.get_mask_sizes(3, 0) == self.exact.get_mask_sizes(3, 0)
+
+    @precondition(lambda self: self.length)
+    @invariant()
+    def same_states(self):
+        self.cache.layers[0].settle()
+        for part, read in enumerate(self.read(self.cache)):
+            exact = (self.exact.layers[0].keys, self.exact.layers[0].values)[part]
+            for i, row in enumerate(self.rows):
+                assert torch.equal(read[i, :, self.starts[i] :], row.states(part))
+                assert (read[i, :, : self.starts[i]] == 0).all()
+                if self.config.is_exact:
+                    assert torch.equal(read[i, :, self.starts[i] :], exact[i, :, self.starts[i] :])
+
+    @invariant()
+    def copies_stay_as_they_were(self):
+        for cache, before in getattr(self, "copies", []):
+            for read, then in zip(self.read(cache), before, strict=True):
+                assert torch.equal(read, then)
+
+    @precondition(lambda self: self.length)
+    @invariant()
+    def every_page_in_use_is_owned_once(self):
+        states = self.cache.layers[0].states.snapshot()
+        if states.pool is None:
+            return
+        used = {page.index for row in states.rows for page in row.pages}
+        assert not used & set(states.pool.free_slots)
+        assert len(set(states.pool.free_slots)) == len(states.pool.free_slots)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_every_operation_in_random_order(fmt):
+    machine = type("Machine", (CacheMachine,), {"config": config_for(fmt.clipped() if fmt.bits == 2 else fmt)})
+    examples = 200 if fmt is IDENTITY else 40
+    run = settings(
+        max_examples=examples, stateful_step_count=20, deadline=None, derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )  # fmt: skip
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(machine, settings=run)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("options", [{}, {"sinks": 0}, {"residual_length": 0}, {"rotation": False}], ids=str)
+def test_streaming_append_equals_one_shot(fmt, options):
+    key, value = torch.randn(2, HEADS, 101, HEAD_DIM), torch.randn(2, HEADS, 101, VALUE_DIM)
+    config = config_for(fmt, **options)
+    at_once, streamed = LayerStates(config, key, value), LayerStates(config, key, value)
+    at_once.append(key, value)
+    at_once.settle()
+    for first, last in ((0, 1), (1, 2), (2, 40), (40, 41), (41, 64), (64, 101)):
+        streamed.append(key[:, :, first:last], value[:, :, first:last])
+    streamed.settle()
+    assert len(at_once.snapshot().rows[0].pages) == (101 - config.sinks - config.residual_length) // 8
+    for part in (0, 1):
+        assert torch.equal(streamed.snapshot().columns(part), at_once.snapshot().columns(part))
+
+
+def test_sinks_and_most_recent_tokens_are_exact_and_the_rest_is_not():
+    key = torch.randn(1, HEADS, 60, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[-2]), key, key)
+    states.append(key, key)
+    states.settle()
+    changed = (states.snapshot().columns(0) != key).any(dim=-1).any(dim=1)[0]
+    pages = (60 - 2 - 5) // 8
+    assert changed.tolist() == [False] * 2 + [True] * (8 * pages) + [False] * (60 - 2 - 8 * pages)
+
+
+def test_the_chunk_itself_is_read_exactly_however_long():
+    key = torch.randn(1, HEADS, 100, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[2]), key, key)
+    snapshot = states.append(key, key)
+    assert torch.equal(snapshot.columns(0), key)
+    states.settle()
+    assert not torch.equal(states.snapshot().columns(0), key)
+    assert torch.equal(snapshot.columns(0), key)
+
+
+def test_deep_copy_allocates_no_pages_and_both_go_on_alone():
+    key = torch.randn(1, HEADS, 100, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[2]), key, key)
+    states.append(key, key)
+    states.settle()
+    other = copy.deepcopy(states)
+    pool = states.snapshot().pool
+    assert other.snapshot().pool is pool
+    used = pool.capacity - len(pool.free_slots)
+    assert used == 11
+    before = states.snapshot().columns(0)
+    other.append(-key, -key)
+    other.settle()
+    states.append(key[:, :, :1], key[:, :, :1])
+    states.settle()
+    assert torch.equal(states.snapshot().columns(0)[:, :, :100], before)
+    assert torch.equal(other.snapshot().columns(0)[:, :, :90], before[:, :, :90])  # what was sealed before
+    del other
+    assert pool.capacity - len(pool.free_slots) == used
+
+
+def test_beam_reorder_writes_no_page():
+    key = torch.randn(3, HEADS, 100, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[2]), key, key)
+    states.append(key, key)
+    states.settle()
+    records = states.snapshot().pool.records
+    before = records.clone()
+    states.select(torch.tensor([2, 2, 0]))
+    assert states.snapshot().pool.records is records
+    assert torch.equal(records, before)
+    pages = [row.pages for row in states.snapshot().rows]
+    assert pages[0] is pages[1]
+
+
+def test_pool_is_allocated_at_once_for_max_length():
+    key = torch.randn(2, HEADS, 40, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[2], max_length=400), key, key)
+    for _ in range(10):
+        states.append(key, key)
+    states.settle()
+    assert states.snapshot().pool.capacity == 2 * 400 // 8
+
+
+def test_chunk_that_does_not_continue_the_cache_is_refused():
+    key = torch.randn(2, HEADS, 4, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[2]), key, key)
+    states.append(key, key)
+    with pytest.raises(ValueError, match=r"key_states of shape \(1, 2, 4, 8\) and torch.float32 do not continue"):
+        states.append(key[:1], key[:1])
+    with pytest.raises(ValueError, match=r"value_states .* torch.bfloat16 do not continue"):
+        states.append(key, key.to(torch.bfloat16))
+
+
+def test_states_made_in_inference_mode_can_be_used_outside_it():
+    key = torch.randn(1, HEADS, 100, HEAD_DIM)
+    with torch.inference_mode():
+        inside = key + 0
+        states = LayerStates(config_for(FORMATS[2]), inside, inside)
+        states.append(inside, inside)
+    states.append(key[:, :, :30], key[:, :, :30])
+    states.settle()
+    assert states.snapshot().columns(0).shape[2] == 130
+
+
+def test_what_waits_in_memory_after_prefill_is_not_the_prompt():
+    key = torch.randn(1, HEADS, 2000, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[2]), key, key)
+    states.append(key, key)
+    states.settle()
+    held = states.snapshot()
+    kept = max(t.untyped_storage().nbytes() for t in (*held.tail, *held.chunk, *held.sinks))
+    assert kept <= 4 * HEADS * HEAD_DIM * (2 + 5 + 8)
