@@ -84,10 +84,12 @@ def _eval(options: argparse.Namespace) -> int:
     try:
         _check_writable(options.json)
         text = model.read_text(options.text) if options.text else model.default_text()
-        subject = model.load_subject(options.model)
+        source = model.find_source(options.model)
+        runner.check(source, text, settings)
+        subject = source.load()
         wanted = dict.fromkeys(options.bits or [8, 4])
         contenders = [runner.Contender.quantized(_label(bits), QuantConfig.preset(bits), subject) for bits in wanted]
-        report = runner.Report(subject.name, settings)
+        report = runner.Report(source.name, settings)
         interrupted = _evaluate(subject, text, settings, contenders, report)
     except model.EvalError as error:
         print(f"kvquant eval: {error}", file=sys.stderr)

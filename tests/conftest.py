@@ -34,6 +34,6 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def smollm2():
     """SmolLM2-135M-Instruct with its tokenizer; tests that use it are marked slow."""
-    from kvquant_evals.model import load_subject
+    from kvquant_evals.model import find_source
 
-    return load_subject()
+    return find_source().load()

