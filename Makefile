@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: eval test check install docs clean
+.PHONY: eval test check install results docs clean
 
 install: $(INSTALLED)
 
@@ -26,6 +26,13 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+# Measures again what README.md shows, and writes its tables.
+results: $(INSTALLED)
+	$(BIN)/kvquant eval --bits 8 --bits fp8 --bits 8,4 --bits 4 --bits 4,2 --bits 3 --bits 2 --json results/quality.json
+
+docs: $(INSTALLED)
+	$(BIN)/python tools/update_readme.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -130,12 +130,16 @@ def _attend_group(states: Snapshot, group: RowGroup, call: AttentionCall) -> Ten
     num_kv_heads = states.chunk.key.shape[1]
     scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
     query = query.to(torch.float32).unflatten(1, (num_kv_heads, -1)) * scale  # [rows, Hkv, n_rep, Q, D]
+    heads_and_queries = query.shape[2:4]
+    query = query.flatten(2, 3)  # [rows, Hkv, n_rep * Q, D]
     softmax = _RunningSoftmax(query, states.chunk.value.shape[-1], _sink_logits(call, num_kv_heads))
     rotated_query = rotate(query) if group.num_pages else query
     for block in _blocks(states, group):
-        scores = (rotated_query if block.key_rotated else query) @ block.key.unsqueeze(2).transpose(-1, -2)
-        softmax.add(_masked(scores, block.columns, group, call), block.value.unsqueeze(2), block.value_rotated)
-    return softmax.output().flatten(1, 2)
+        scores = (rotated_query if block.key_rotated else query) @ block.key.transpose(-1, -2)
+        scores = _masked(scores.unflatten(2, heads_and_queries), block.columns, group, call).flatten(2, 3)
+        softmax.add(scores, block.value, block.value_rotated)
+    out: Tensor = softmax.output().unflatten(2, heads_and_queries)
+    return out.flatten(1, 2)
 
 
 def _blocks(states: Snapshot, group: RowGroup) -> Iterator[_Block]:
@@ -150,7 +154,7 @@ def _blocks(states: Snapshot, group: RowGroup) -> Iterator[_Block]:
         last = min(first + RUN_PAGES, group.num_pages)
         start = group.start + config.sinks
         columns = torch.arange(start + first * config.page_size, start + last * config.page_size, device=device)
-        key, value = (states.page_states(group, part, first, last).to(torch.float32) for part in (0, 1))
+        key, value = (part.to(torch.float32) for part in states.page_states(group, (0, 1), first, last))
         yield _Block(columns, key, value, config.codec(0).rotated, config.codec(1).rotated)
 
 
@@ -201,9 +205,11 @@ class _RunningSoftmax:
 
 
 def _sink_logits(call: AttentionCall, num_kv_heads: int) -> Tensor | None:
+    """[1, Hkv, n_rep * Q]"""
     if call.sink_logits is None:
         return None
-    return call.sink_logits.to(torch.float32).view(1, num_kv_heads, -1, 1)
+    logits = call.sink_logits.to(torch.float32).view(1, num_kv_heads, -1, 1)
+    return logits.expand(-1, -1, -1, call.query.shape[2]).flatten(2)
 
 
 def _rows_of(x: Tensor, rows: tuple[int, ...]) -> Tensor:

@@ -29,7 +29,7 @@ class PageLayout(Protocol):
 
     def pack(self, key: Quantized, value: Quantized) -> Tensor: ...
 
-    def unpack(self, records: Tensor) -> tuple[Quantized, Quantized]: ...
+    def unpack(self, records: Tensor, part: int) -> Quantized: ...
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -147,32 +147,32 @@ class PlainLayout:
     def __init__(
         self, key: tuple[QuantFormat, StateShape], value: tuple[QuantFormat, StateShape], dtype: torch.dtype
     ) -> None:
-        self._key = _Section(*key, dtype, first=0)
-        self._value = _Section(*value, dtype, first=self._key.last)
+        key_section = _Section(*key, dtype, first=0)
+        self._sections = key_section, _Section(*value, dtype, first=key_section.last)
 
     @property
     def page_bytes(self) -> int:
-        return self._value.last
+        return self._sections[1].last
 
     @property
     def code_bytes(self) -> int:
-        return self._key.code_bytes + self._value.code_bytes
+        return sum(section.code_bytes for section in self._sections)
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of scales and zero points."""
-        return sum(part.num_scales * part.scale_bytes for part in (self._key, self._value))
+        return sum(part.num_scales * part.scale_bytes for part in self._sections)
 
     def pack(self, key: Quantized, value: Quantized) -> Tensor:
         """Records uint8 [pages, page_bytes] of codes [pages, H, page_size, D]."""
         records = torch.zeros(key.codes.shape[0], self.page_bytes, dtype=torch.uint8, device=key.codes.device)
-        self._key.write(key, records)
-        self._value.write(value, records)
+        for section, quantized in zip(self._sections, (key, value), strict=True):
+            section.write(quantized, records)
         return records
 
-    def unpack(self, records: Tensor) -> tuple[Quantized, Quantized]:
-        """The keys and values of records uint8 [pages, page_bytes]: codes [pages, H, page_size, D]."""
-        return self._key.read(records), self._value.read(records)
+    def unpack(self, records: Tensor, part: int) -> Quantized:
+        """The keys (part 0) or values (part 1) of records uint8 [pages, page_bytes]: codes [pages, H, page_size, D]."""
+        return self._sections[part].read(records)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -130,15 +130,19 @@ class Snapshot:
             segments.insert(0, Segment(group.start, self.sinks.rows(group.rows)))
         return [segment for segment in segments if segment.states.num_tokens]
 
-    def page_states(self, group: RowGroup, part: int, first: int, last: int) -> Tensor:
-        """Keys (part 0) or values (part 1) of pages first..last-1 of a group, in the basis they are stored in.
+    def page_states(self, group: RowGroup, parts: Sequence[int], first: int, last: int) -> list[Tensor]:
+        """Keys (part 0), values (part 1) or both of pages first..last-1 of a group, in the basis they are stored in.
 
         [rows, Hkv, (last - first) * page_size, D], float32 or, for exact formats, the states' own dtype.
         """
         assert self.pool is not None
-        quantized = self.layout.unpack(self.pool.read(group.pages(first, last)))[part]
+        records = self.pool.read(group.pages(first, last))
+        return [self._decode(records, part, len(group.rows)) for part in parts]
+
+    def _decode(self, records: Tensor, part: int, num_rows: int) -> Tensor:
+        quantized = self.layout.unpack(records, part)
         states = self.config.codec(part).decode(quantized)  # [rows * pages, Hkv, page_size, D]
-        by_row: Tensor = states.unflatten(0, (len(group.rows), last - first))
+        by_row: Tensor = states.unflatten(0, (num_rows, -1))
         return by_row.transpose(1, 2).flatten(2, 3)
 
     def columns(self, part: int, first: int = 0, last: int | None = None) -> Tensor:
@@ -166,8 +170,8 @@ class Snapshot:
         last = min(group.num_pages, -(-(window.last - first_column) // size))
         for run in range(first, last, RUN_PAGES):
             stop = min(run + RUN_PAGES, last)
-            states = self.config.codec(part).restore(self.page_states(group, part, run, stop))
-            window.write(first_column + run * size, states)
+            (states,) = self.page_states(group, (part,), run, stop)
+            window.write(first_column + run * size, self.config.codec(part).restore(states))
 
 
 # Pages dequantized at a time: bounds the scratch memory of reading, whatever the length of the cache.

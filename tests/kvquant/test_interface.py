@@ -119,3 +119,7 @@ def test_the_version_is_the_installed_one():
     from importlib.metadata import version
 
     assert kvquant.__version__ == version("kvquant-cache")
+
+
+def test_readme_tables_are_those_of_the_results():
+    subprocess.run([sys.executable, ROOT / "tools" / "update_readme.py", "--check"], check=True)
