@@ -34,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
     _add_eval(verbs)
     options = parser.parse_args(arguments)
-    exit_code: int = options.run(options)
+    try:
+        exit_code: int = options.run(options)
+    except KeyboardInterrupt:
+        print("\nkvquant: interrupted before anything was finished", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return exit_code
 
 

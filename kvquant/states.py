@@ -154,13 +154,9 @@ class LayerStates:
         self._rows = tuple(row._replace(pages=grown.get(i, row.pages)) for i, row in enumerate(self._rows))
 
     def _set_sinks(self, group: RowGroup, sinks: KV) -> None:
-        if self._sinks is None or len(group.rows) == self.batch_size:
-            shape = (self.batch_size, -1, -1, -1)
-            self._sinks = KV(*(s[:1].expand(shape).clone() for s in sinks))
-        else:
-            self._sinks = KV(*(s.clone() for s in self._sinks))
-        for held, new in zip(self._sinks, sinks, strict=True):
-            held[list(group.rows)] = new
+        held = self._sinks or KV(*(part.new_zeros(self.batch_size, *part.shape[1:]) for part in sinks))
+        index = torch.tensor(group.rows, device=sinks.key.device)
+        self._sinks = KV(*(part.index_copy(0, index, new) for part, new in zip(held, sinks, strict=True)))
 
     def _seal(self, states: KV) -> list[list[Page]]:
         """The new pages of each row of states [rows, Hkv, n * page_size, D], in runs that bound the scratch memory."""

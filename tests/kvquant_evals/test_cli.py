@@ -120,6 +120,15 @@ def test_interruption_keeps_what_was_finished(tiny_folder, tmp_path, capsys, mon
     assert "8 bit  " in capsys.readouterr().out
 
 
+def test_interruption_before_the_first_row_is_one_line(tiny_folder, capsys, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.Source, "load", interrupt)
+    assert main(["eval", "--model", tiny_folder, *SMALL]) == 130
+    assert capsys.readouterr().err == "\nkvquant: interrupted before anything was finished\n"
+
+
 @pytest.mark.parametrize(("kl", "is_broken"), [(0.0, False), (1.0, False), (1.01, True), (float("nan"), True)])
 def test_sanity_check(kl, is_broken):
     assert Row("x", None, {"kl_mean": kl}, {}).is_broken is is_broken
