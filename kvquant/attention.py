@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvquant.kernel import choose
 from kvquant.rotation import rotate
 from kvquant.snapshot import RUN_PAGES, RowGroup, Snapshot
 
@@ -48,14 +49,17 @@ class AttentionCall:
 def attend(states: Snapshot, call: AttentionCall) -> Tensor:
     """The attention output [B, Hq, Q, Dv] in the query's dtype.
 
-    Rows whose columns are all masked give zeros. Gradients reach the query, and the chunk's keys and values.
+    Queries whose columns are all masked give zeros. Gradients reach the query, mask and sink logits, and the chunk.
     Raises ValueError if the heads, batch or mask do not fit the states.
     """
     _check(states, call)
-    if _wants_gradient(states, call):
+    if states.is_exact or _wants_gradient(states, call):
         states = Snapshot.of(states.columns(0), states.columns(1))
     if call.is_plain and (states.is_exact or call.query.shape[-2] > LONG_CHUNK):
         return _attend_dequantized(states, call)
+    kernel = None if states.is_exact else choose(states, call)
+    if kernel is not None:
+        return kernel.run(states, call).to(call.query.dtype)
     out = call.query.new_empty(*call.query.shape[:-1], states.chunk.value.shape[-1])
     groups = states.groups()
     if len(groups) == 1:
@@ -80,8 +84,8 @@ def row_starts(mask: Tensor | None, batch_size: int, kv_len: int) -> list[int] |
 
 
 def _wants_gradient(states: Snapshot, call: AttentionCall) -> bool:
-    needed = call.query.requires_grad or any(part.requires_grad for part in states.chunk)
-    return torch.is_grad_enabled() and needed
+    inputs = (call.query, call.mask, call.sink_logits, *states.chunk)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _check(states: Snapshot, call: AttentionCall) -> None:
@@ -171,7 +175,7 @@ def _masked(scores: Tensor, columns: Tensor, group: RowGroup, call: AttentionCal
     mask = call.mask[(None,) * (4 - call.mask.dim())]
     mask = (mask if mask.shape[0] == 1 else _rows_of(mask, group.rows))[..., columns]
     mask = mask.unflatten(1, (1, 1) if mask.shape[1] == 1 else scores.shape[1:3])
-    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
 
 
 class _RunningSoftmax:

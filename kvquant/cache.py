@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from torch.utils import _pytree as pytree
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvquant import compat
@@ -50,6 +51,7 @@ class QuantLayer(DynamicLayer):
 
     @property
     def keys(self) -> LazyStates | None:
+        """All keys [B, Hkv, T, Dk], lazy; None before the first token. Attention on keys and values is fused."""
         return None if self._states is None else LazyStates(self._states, self._states.snapshot(), 0)
 
     @keys.setter
@@ -90,19 +92,20 @@ class QuantLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self._states is not None:
-            self._states.select(torch.arange(self._states.batch_size)[indices.cpu()])
+            self._states.select(torch.arange(self._states.batch_size)[torch.as_tensor(indices).cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self._states is not None:
             self._states.select(torch.arange(self._states.batch_size).repeat_interleave(repeats))
 
     def offload(self) -> None:
-        raise NotImplementedError("QuantCache does not offload to CPU memory; pass offloading=False")
+        raise NotImplementedError("QuantCache does not offload to CPU memory")
 
     def prefetch(self) -> None:
-        raise NotImplementedError("QuantCache does not offload to CPU memory; pass offloading=False")
+        raise NotImplementedError("QuantCache does not offload to CPU memory")
 
     def memory(self) -> MemoryReport:
+        self.settle()
         return MemoryReport() if self._states is None else layer_memory(self._states.snapshot(), self._states.tail_room)
 
 
@@ -129,6 +132,8 @@ class QuantCache(DynamicCache):
         **options: Any,
     ) -> None:
         self.quant = _resolve(bits, quant, options)
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config must be a model's configuration (model.config), got {config!r}")
         super().__init__(config=config)
         new_layer = partial(QuantLayer, self.quant)
         if self.layer_class_to_replicate is not None:
@@ -157,8 +162,10 @@ class QuantCache(DynamicCache):
         return cache_memory(self)
 
 
-def cache_memory(cache: Cache) -> MemoryReport:
+def cache_memory(cache: Cache | EncoderDecoderCache) -> MemoryReport:
     """The bytes that any of transformers' caches holds; layers other than ours count as unquantized."""
+    if isinstance(cache, EncoderDecoderCache):
+        return cache_memory(cache.self_attention_cache) + cache_memory(cache.cross_attention_cache)
     return total(layer.memory() if isinstance(layer, QuantLayer) else _plain_memory(layer) for layer in cache.layers)
 
 
@@ -180,8 +187,10 @@ def _resolve(bits: Bits | tuple[Bits, Bits] | None, quant: QuantConfig | None, o
 
 
 def _plain_memory(layer: Any) -> MemoryReport:
-    tensors: list[Tensor] = [held for held in vars(layer).values() if isinstance(held, Tensor) and held.dim() > 0]
-    for states in ("conv_states", "recurrent_states"):
-        tensors += [held for held in getattr(layer, states, {}).values() if isinstance(held, Tensor)]
-    size = sum(held.numel() * held.element_size() for held in tensors)
+    size = sum(held.numel() * held.element_size() for held in _tensors(vars(layer)) if held.dim() > 0)
     return MemoryReport(unquantized=size, full_precision=size)
+
+
+def _tensors(held: Any) -> list[Tensor]:
+    """All tensors in nested dicts, lists and tuples."""
+    return [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor)]

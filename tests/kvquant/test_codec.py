@@ -157,6 +157,24 @@ def test_bad_number_makes_its_group_nan_and_no_other(fmt, clip, bad):
 
 
 @pytest.mark.parametrize("fmt", QUANTIZED, ids=by_name)
+@pytest.mark.parametrize("clip", [False, True], ids=["whole", "clipped"])
+def test_a_range_beyond_float16_is_nan_even_if_a_clipped_one_would_fit(fmt, clip):
+    reach = 65_504 * fmt.grid.half_width * 1.01
+    x = torch.zeros(64)
+    x[0], x[1] = -reach, reach
+    x = x[:, None] if fmt.granularity == "per_channel" else x[None]
+    assert dequantize(quantize(x, fmt.clipped(clip))).isnan().all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=by_name)
+@pytest.mark.parametrize("shape", [(1, 2, 0, 64), (0, 2, 8, 64), (1, 2, 8, 0)])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_empty_tensors_stay_empty(fmt, shape, rotated):
+    codec = StateCodec(fmt, rotated)
+    assert codec.restore(codec.decode(codec.encode(torch.randn(shape)))).shape == shape
+
+
+@pytest.mark.parametrize("fmt", QUANTIZED, ids=by_name)
 def test_groups_do_not_influence_each_other(fmt):
     x = torch.randn(2, 8, 64)
     scaled = x.clone()

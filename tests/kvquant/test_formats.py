@@ -55,3 +55,15 @@ def test_symmetric_grids_leave_out_one_code_so_that_zero_is_a_level(bits, symmet
 
 def test_only_the_identity_is_exact():
     assert [fmt for fmt in FORMATS if fmt.is_exact] == [IDENTITY]
+
+
+@pytest.mark.parametrize("bits", [0, 5, 6, 7, 16])
+def test_widths_that_cannot_be_packed_are_refused(bits):
+    with pytest.raises(ValueError, match=f"bits={bits} is not supported; use 8, 4, 3, 2"):
+        integer_format(bits, "per_token")
+
+
+@pytest.mark.parametrize("group_size", [0, -8])
+def test_groups_of_nothing_are_refused(group_size):
+    with pytest.raises(ValueError, match=f"group_size={group_size} of format g must be at least 1, or None"):
+        QuantFormat("g", INT4_PER_TOKEN.grid, "per_token", group_size=group_size)

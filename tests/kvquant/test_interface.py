@@ -60,6 +60,18 @@ def test_gives_what_eager_gives(family, padding, bits):
     torch.testing.assert_close(*logits, atol=2e-5, rtol=1e-4)  # float32 in another order, over two layers
 
 
+def test_the_chunk_is_packed_and_padding_learned_as_with_sdpa():
+    model = tiny_model("llama", "kvquant")
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[0, :13] = 0
+    cache = QuantCache(bits=4, **SMALL_PAGES)
+    with torch.no_grad():
+        model(torch.randint(2, 97, (2, 60)), attention_mask=mask, cache=cache, use_cache=True)
+    states = cache.layers[-1].states.snapshot()
+    assert states.chunk.num_tokens == 0
+    assert [row.start for row in states.rows] == [13, 0]
+
+
 def test_position_bias_is_added():
     query, key, value = torch.randn(3, 1, 4, 6, 16).unbind(0)
     bias = torch.randn(1, 4, 6, 6)

@@ -3,7 +3,7 @@ import torch
 
 from kvquant.codec import quantize
 from kvquant.formats import FORMATS, IDENTITY, INT3_PER_TOKEN, INT4_PER_CHANNEL, INT4_PER_TOKEN
-from kvquant.layout import ALIGNMENT, PlainLayout, StateShape, pack, unpack
+from kvquant.layout import PagePart, PlainLayout, StateShape, pack, unpack
 
 
 def test_hand_computed_bytes():
@@ -39,12 +39,12 @@ def test_packing_what_fills_no_whole_bytes_is_refused():
 def test_records_give_back_codes_and_scales(fmt, dtype, heads, size, head_dim):
     shape = StateShape(heads, size, head_dim)
     value_shape = StateShape(heads + 1, size, head_dim // 2)  # keys and values may differ in heads and head_dim
-    layout = PlainLayout((fmt, shape), (INT4_PER_TOKEN, value_shape), dtype)
+    layout = PlainLayout(PagePart(fmt, shape, dtype), PagePart(INT4_PER_TOKEN, value_shape, dtype))
     key = quantize(torch.randn(5, *shape).to(dtype), fmt)
     value = quantize(torch.randn(5, *value_shape).to(dtype), INT4_PER_TOKEN)
     records = layout.pack(key, value)
     assert records.shape == (5, layout.page_bytes)
-    assert layout.page_bytes % ALIGNMENT == 0
+    assert layout.page_bytes % 16 == 0
     for part, packed in enumerate((key, value)):
         back = layout.unpack(records, part)
         assert torch.equal(back.codes, packed.codes)
@@ -54,7 +54,7 @@ def test_records_give_back_codes_and_scales(fmt, dtype, heads, size, head_dim):
 
 def test_bytes_of_a_page():
     shape = StateShape(8, 128, 128)
-    layout = PlainLayout((INT4_PER_CHANNEL, shape), (INT4_PER_TOKEN, shape), torch.bfloat16)
+    layout = PlainLayout(PagePart(INT4_PER_CHANNEL, shape), PagePart(INT4_PER_TOKEN, shape))
     elements = 8 * 128 * 128
     assert layout.code_bytes == 2 * elements // 2
     assert layout.scale_bytes == 2 * 2 * elements // 128 + 2 * 2 * elements // 64
@@ -63,7 +63,8 @@ def test_bytes_of_a_page():
 
 def test_three_bits_take_three_bits_and_the_identity_its_dtype():
     shape = StateShape(1, 8, 64)
-    three = PlainLayout((INT3_PER_TOKEN, shape), (INT3_PER_TOKEN, shape), torch.float32)
+    three = PlainLayout(PagePart(INT3_PER_TOKEN, shape), PagePart(INT3_PER_TOKEN, shape))
     assert three.code_bytes == 2 * 8 * 64 * 3 // 8
-    assert PlainLayout((IDENTITY, shape), (IDENTITY, shape), torch.float32).page_bytes == 2 * 8 * 64 * 4
-    assert PlainLayout((IDENTITY, shape), (IDENTITY, shape), torch.float16).page_bytes == 2 * 8 * 64 * 2
+    wide, narrow = PagePart(IDENTITY, shape, torch.float32), PagePart(IDENTITY, shape, torch.float16)
+    assert PlainLayout(wide, wide).page_bytes == 2 * 8 * 64 * 4
+    assert PlainLayout(wide, narrow).page_bytes == 8 * 64 * (4 + 2)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import sys
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +17,10 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from kvquant import FORMATS, QuantCache, QuantConfig
-from kvquant.formats import IDENTITY
-from kvquant.states import LayerStates
+from kvquant.formats import IDENTITY, INT4_PER_TOKEN
+from kvquant.layout import PagePart, PlainLayout, StateShape
+from kvquant.pages import PagePool
+from kvquant.states import LayerStates, padding_of
 
 HEADS, HEAD_DIM, VALUE_DIM = 2, 8, 12
 MAX_TOKENS, MAX_ROWS = 150, 6
@@ -300,11 +306,144 @@ def test_states_made_in_inference_mode_can_be_used_outside_it():
     key = torch.randn(1, HEADS, 100, HEAD_DIM)
     with torch.inference_mode():
         inside = key + 0
-        states = LayerStates(config_for(FORMATS[2]), inside, inside)
+        states = LayerStates(config_for(FORMATS[2], max_length=1000), inside, inside)
         states.append(inside, inside)
+        states.settle()
+    states.append(key[:, :, :2], key[:, :, :2])
     states.append(key[:, :, :30], key[:, :, :30])
     states.settle()
-    assert states.snapshot().columns(0).shape[2] == 130
+    assert states.snapshot().columns(0).shape[2] == 132
+
+
+def test_keys_and_values_may_differ_in_dtype():
+    key, value = torch.randn(1, HEADS, 60, HEAD_DIM), torch.randn(1, HEADS, 60, VALUE_DIM, dtype=torch.bfloat16)
+    for pair in ((IDENTITY, IDENTITY), (FORMATS[2], IDENTITY), (IDENTITY, FORMATS[3])):
+        config = QuantConfig(key=pair[0], value=pair[1], sinks=2, residual_length=5, page_size=8)
+        states = LayerStates(config, key, value)
+        states.append(key, value)
+        states.settle()
+        for part, given in enumerate((key, value)):
+            read = states.snapshot().columns(part)
+            assert read.dtype == given.dtype
+            assert torch.equal(read, given) == pair[part].is_exact
+
+
+def test_keys_and_values_of_different_lengths_are_refused():
+    key, value = torch.randn(1, HEADS, 6, HEAD_DIM), torch.randn(1, HEADS, 5, HEAD_DIM)
+    with pytest.raises(ValueError, match="key_states have 6 tokens and value_states 5"):
+        LayerStates(config_for(FORMATS[2]), key, value).append(key, value)
+
+
+def test_group_that_does_not_fit_head_dim_is_refused_at_the_first_token():
+    fmt = replace(INT4_PER_TOKEN, group_size=48)
+    with pytest.raises(ValueError, match="group_size=48 of format int4_per_token does not divide 8 channels"):
+        LayerStates(config_for(fmt), torch.randn(1, HEADS, 1, HEAD_DIM), torch.randn(1, HEADS, 1, HEAD_DIM))
+
+
+def test_no_rows_can_be_selected():
+    key = torch.randn(2, HEADS, 40, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[2]), key, key)
+    states.append(key, key)
+    states.select([])
+    assert states.snapshot().columns(0).shape == (0, HEADS, 40, HEAD_DIM)
+
+
+@pytest.mark.parametrize(
+    ("positions", "padding"),
+    [
+        ([0, 1, 2, 3], 0),
+        ([0, 0, 0, 1, 2], 2),
+        ([1, 1, 0, 1, 2], 2),
+        ([0, 0, 0, 0], 3),
+        ([1, 1, 1], 3),
+        ([5, 6, 7], 0),
+        ([1], 0),
+        ([0], 0),
+        ([0, 1, 2, 0, 1], 0),
+        ([2, 2, 0, 1], 0),
+        ([0, 0, 0, 2, 3], 0),
+        ([1, 0, 0, 1], 0),
+    ],
+    ids=str,
+)
+def test_padding_that_position_ids_show(positions, padding):
+    assert padding_of(positions) == padding
+
+
+def started_at(*positions):
+    """Where the rows start that get chunks with these position ids, one list of rows per chunk."""
+    rows = len(positions[0])
+    key = torch.randn(rows, HEADS, 40, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[2]), key, key)
+    for ids in positions:
+        states.append(key[:, :, : len(ids[0])], key[:, :, : len(ids[0])], torch.tensor(ids))
+    states.settle()
+    return [row.start for row in states.snapshot().rows]
+
+
+def test_position_ids_tell_padding_only_in_a_batch_with_an_unpadded_row():
+    assert started_at([[0, 0, 0, 1], [0, 1, 2, 3]]) == [2, 0]
+    assert started_at([[0, 0, 0, 1]]) == [0]
+    assert started_at([[0, 0, 0, 0], [0, 0, 0, 0]]) == [0, 0]
+
+
+def test_a_row_of_nothing_but_padding_starts_in_a_later_chunk():
+    assert started_at([[0, 0], [0, 1]], [[0, 0], [2, 3]], [[0, 1], [4, 5]]) == [4, 0]
+    assert started_at([[0, 0], [0, 1]], [[1, 2], [2, 3]]) == [1, 0]  # its last zero was its first token
+
+
+def test_many_threads_can_seal_pages_into_one_pool():
+    key = torch.randn(1, HEADS, 40, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[0]), key, key)
+    states.append(key, key)
+    states.settle()
+    copies = [copy.deepcopy(states) for _ in range(8)]
+    chunks = [torch.randn(1, HEADS, 400, HEAD_DIM) + i for i in range(8)]
+
+    def fill(i):
+        for first in range(0, 400, 4):
+            chunk = chunks[i][:, :, first : first + 4]
+            copies[i].append(chunk, chunk)
+            copies[i].settle()
+
+    threads = [threading.Thread(target=fill, args=(i,)) for i in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    for i, (held, chunk) in enumerate(zip(copies, chunks, strict=True)):
+        alone = LayerStates(config_for(FORMATS[0]), key, key)
+        alone.append(key, key)
+        alone.append(chunk, chunk)
+        alone.settle()
+        assert torch.equal(held.snapshot().columns(0), alone.snapshot().columns(0)), i
+
+
+def test_pool_grows_geometrically():
+    pool = PagePool(PlainLayout(*2 * (PagePart(IDENTITY, StateShape(1, 8, 8)),)), torch.device("cpu"))
+    record = torch.zeros(1, pool.layout.page_bytes, dtype=torch.uint8)
+    kept, sizes = [], set()
+    for _ in range(1000):
+        kept += pool.write(record)
+        sizes.add(pool.capacity)
+    assert len(sizes) < 25
+    assert pool.capacity <= 1500
+
+
+def test_pickled_states_come_back_with_pages_of_their_own():
+    key = torch.randn(1, HEADS, 100, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[2]), key, key)
+    states.append(key, key)
+    states.settle()
+    back = pickle.loads(pickle.dumps(states))
+    assert back.snapshot().pool is not states.snapshot().pool
+    assert torch.equal(back.snapshot().columns(0), states.snapshot().columns(0))
+    back.append(key, key)
+    back.settle()
+    assert back.kv_len == 200
 
 
 def test_what_waits_in_memory_after_prefill_is_not_the_prompt():

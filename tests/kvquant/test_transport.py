@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -76,12 +77,37 @@ def test_metadata_needs_no_dequantization(pair, dequantized):
         lambda k: k.repeat(1, 2, 1, 1),
         lambda k: torch.einsum("bhtd->bthd", k),
         lambda k: torch.where(k > 0, k, 0),
+        lambda k: k[np.array([0, 1, 0])],
+        lambda k: k[torch.tensor([0, 1, 0])],
+        lambda k: torch.repeat_interleave(input=k, repeats=2, dim=1),
+        lambda k: k.repeat_interleave(2, dim=1, output_size=6),
+        lambda k: k.repeat_interleave(0, dim=1),
+        lambda k: k.repeat_interleave(2),
+        lambda k: k.reshape(shape=(2, -1, 16)),
+        lambda k: k.expand(size=k.shape),
     ],
 )
 def test_any_other_operation_gets_a_plain_tensor(pair, operation):
     out = operation(pair[0])
     assert type(out) is torch.Tensor
     assert torch.equal(out, operation(pair[0].materialize()))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda k: k.mul_(0),
+        lambda k: k.__setitem__(0, 0.0),
+        lambda k: torch.add(torch.zeros(1), 1, out=k),
+        lambda k: k.__iadd__(1),
+        lambda k: torch.relu_(k),
+    ],
+)
+def test_writing_is_refused(pair, write):
+    with pytest.raises(
+        NotImplementedError, match=r"keys and values of a QuantCache are read-only; call clone\(\) on them first"
+    ):
+        write(pair[0])
 
 
 def test_operations_below_python_are_caught_too(pair):
@@ -153,6 +179,7 @@ def test_what_is_no_pair_is_dequantized(states, mix):
     chunk = torch.randn(2, 3, 1, 16), torch.randn(2, 3, 1, 24)
     snapshot = states.append(*chunk)
     key, value = lazy_pair(states, snapshot)
+    states.settle()
     others = {
         "one plain": (key, value.materialize()),
         "swapped": (value, key),
@@ -164,6 +191,11 @@ def test_what_is_no_pair_is_dequantized(states, mix):
         query = torch.randn(2, 3, 1, 16)
         out = F.scaled_dot_product_attention(query, *others[mix])
         assert torch.equal(out, F.scaled_dot_product_attention(query, key.materialize(), value.materialize()))
+
+
+def test_keys_and_values_of_a_layer_are_a_pair(states):
+    pair = LazyStates(states, states.snapshot(), 0), LazyStates(states, states.snapshot(), 1)
+    assert paired(*pair) is not None
 
 
 def test_dropout_is_left_to_torch(pair):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -72,6 +73,13 @@ def test_table_and_json(tiny_folder, tmp_path, capsys):
         (["--context", "4000"], "context=4000 and its question exceed the model's context of 1024"),
         (["--needles", "40"], "needles=40 must be 1 to 26"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--json", "/tmp"], "json '/tmp' cannot be written"),
+        (["--text", "/tmp"], "text '/tmp' cannot be read"),
+        (["--tokens", "²"], "'²' is not a positive whole number"),
+        (["--bits", "²"], "is not supported"),
+        (["--model", ""], "model '' cannot be loaded"),
+        (["--text", ""], "text '' cannot be read"),
+        (["--model", __file__], "it is neither of these"),
     ],
 )
 def test_bad_input_gets_one_line_and_exit_code_2(tiny_folder, capsys, arguments, message):
@@ -83,6 +91,43 @@ def test_bad_input_gets_one_line_and_exit_code_2(tiny_folder, capsys, arguments,
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated weights", "other shape", "wrong type"])
+def test_model_that_cannot_be_read_is_one_line(tiny_folder, tmp_path, capsys, damage):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    if damage == "truncated weights":
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:500])
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        config["hidden_size"] = "x" if damage == "wrong type" else 48
+        (folder / "config.json").write_text(json.dumps(config))
+    assert main(["eval", "--model", str(folder), *SMALL]) == 2
+    assert capsys.readouterr().err.strip().split("\n")[-1].startswith("kvquant eval: ")
+
+
+def test_json_that_cannot_be_written_in_the_end_still_prints_the_table(tiny_folder, capsys):
+    assert main(["eval", "--model", tiny_folder, "--bits", "8", *SMALL, "--json", "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert "8 bit  " in out
+    assert "json '/dev/full' cannot be written" in err
+
+
+def test_text_shorter_than_a_document_is_refused(tiny_folder, tmp_path, capsys):
+    text = tmp_path / "short.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 12)
+    code = main(["eval", "--model", tiny_folder, "--text", str(text), *SMALL, "--context", "900"])
+    assert code == 2
+    assert "fewer than context=900; use a longer text" in capsys.readouterr().err
+
+
+def test_a_cache_that_packed_nothing_is_pointed_out(tiny_folder, capsys):
+    assert main(["eval", "--model", tiny_folder, "--bits", "8", *SMALL]) == 0
+    assert "8 bit packed nothing in so few tokens; use more --tokens" in capsys.readouterr().err
+    assert main(["eval", "--model", tiny_folder, "--bits", "8", *SMALL, "--tokens", "300"]) == 0
+    assert "packed nothing" not in capsys.readouterr().err
 
 
 def test_empty_text_is_refused(tiny_folder, tmp_path, capsys):

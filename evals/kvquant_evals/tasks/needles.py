@@ -47,7 +47,10 @@ class Needles:
             raise EvalError(f"documents={settings.documents} must be at least 1")
         longest_needle = source.encode(NEEDLE.format(name=NAMES[0], code="0" * CODE_DIGITS)).shape[1] + 4
         question = source.encode(QUESTION.format(name=NAMES[0])).shape[1] + 2 * CODE_DIGITS + 4
+        available = source.encode(text).shape[1]
         for context in settings.contexts:
+            if available < context:
+                raise EvalError(f"the text has {available} tokens, fewer than context={context}; use a longer text")
             if context < 2 * settings.needles * longest_needle:
                 raise EvalError(
                     f"context={context} is too short for {settings.needles} needles; use fewer or a longer context"

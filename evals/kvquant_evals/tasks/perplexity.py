@@ -121,10 +121,10 @@ def _compare(full: Tensor, logits: Tensor, targets: Tensor) -> tuple[Tensor, Ten
 
 
 def _memory(cache: Cache, subject: Subject, tokens: int) -> dict[str, float]:
-    """Bytes per token, and bits per number of the layers that are quantized, or else of the model's dtype."""
+    """Bytes per token, bits per number of the layers that are quantized or else of the model's dtype, packed bytes."""
     memory = cache_memory(cache)
     bits = memory.effective_bits if memory.elements else 8.0 * subject.model.dtype.itemsize
-    return {"bytes_per_token": memory.total / tokens, "effective_bits": bits}
+    return {"bytes_per_token": memory.total / tokens, "effective_bits": bits, "packed_bytes": memory.codes}
 
 
 def _mean(x: Tensor) -> float | None:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 DROP = object()  # a field that the family's configuration does not have
 SMALL = {
@@ -81,9 +81,12 @@ CASES = [
 ]
 
 
+def tiny_config(family: str) -> PreTrainedConfig:
+    fields = {name: value for name, value in {**SMALL, **FAMILIES.get(family, {})}.items() if value is not DROP}
+    return AutoConfig.for_model(family, **fields)
+
+
 @cache
 def tiny_model(family: str, attention: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    fields = {name: value for name, value in {**SMALL, **FAMILIES[family]}.items() if value is not DROP}
-    config = AutoConfig.for_model(family, **fields)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    return AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=attention).eval()

@@ -1,0 +1,1 @@
+"""Kernels for CPUs: a plain C++ library over ctypes."""

@@ -1,0 +1,181 @@
+"""The page layout of the CPU kernels: words of 16 tokens (keys) or 16 channels (values) side by side.
+
+That is the order in which vector registers unpack and multiply them, without sums across a register.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvquant.codec import Quantized
+from kvquant.formats import QuantFormat
+from kvquant.layout import PagePart, StateShape
+
+WORD_LANES = 16
+ALIGNMENT = 64  # bytes; a cache line
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """Keys or values of one head: codes, then scales, then zero points, all in one stretch of the record.
+
+    first: bytes from the start of the record to head 0.
+    """
+
+    fmt: QuantFormat
+    shape: StateShape
+    first: int
+    is_key: bool
+
+    @property
+    def fields(self) -> int:
+        """Codes in a byte."""
+        return 8 // self.fmt.bits
+
+    @property
+    def code_bytes(self) -> int:
+        return self.shape.page_size * self.shape.head_dim // self.fields
+
+    @property
+    def group(self) -> int:
+        return self.fmt.resolve_group_size(self.shape.page_size, self.shape.head_dim)
+
+    @property
+    def num_scales(self) -> int:
+        per_token = self.shape.page_size * (self.shape.head_dim // self.group)
+        return self.shape.head_dim if self.fmt.granularity == "per_channel" else per_token
+
+    @property
+    def scales(self) -> int:
+        """Bytes from the start of a head's part to its scales."""
+        return self.code_bytes
+
+    @property
+    def zeros(self) -> int:
+        """Bytes from the start of a head's part to its zero points; -1 if there are none."""
+        return -1 if self.fmt.symmetric else self.scales + 2 * self.num_scales
+
+    @property
+    def scale_bytes(self) -> int:
+        return (1 if self.fmt.symmetric else 2) * 2 * self.num_scales
+
+    @property
+    def head_stride(self) -> int:
+        return -(-(self.code_bytes + self.scale_bytes) // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def last(self) -> int:
+        return self.first + self.shape.num_heads * self.head_stride
+
+    def write(self, q: Quantized, records: Tensor) -> None:
+        heads = self._heads(records)
+        heads[..., : self.code_bytes] = self._to_words(q.codes)
+        assert q.scale is not None
+        self._write_scales(heads, self.scales, q.scale)
+        if q.zero_point is not None:
+            self._write_scales(heads, self.zeros, q.zero_point)
+
+    def read(self, records: Tensor) -> Quantized:
+        heads = self._heads(records)
+        codes = self._from_words(heads[..., : self.code_bytes])
+        zero_point = None if self.fmt.symmetric else self._read_scales(heads, self.zeros)
+        return Quantized(codes, self._read_scales(heads, self.scales), zero_point, self.fmt)
+
+    def _heads(self, records: Tensor) -> Tensor:
+        """[pages, H, head_stride], a view."""
+        heads: Tensor = records[:, self.first : self.last].unflatten(1, (self.shape.num_heads, self.head_stride))
+        return heads
+
+    def _to_words(self, codes: Tensor) -> Tensor:
+        """Codes [pages, H, page_size, D] -> bytes [pages, H, code_bytes]."""
+        if self.is_key:  # token = (block, field, lane), channel = (word, byte)
+            split = codes.unflatten(2, (-1, self.fields, WORD_LANES)).unflatten(5, (-1, 4))
+            by_field: Tensor = split.permute(3, 0, 1, 2, 5, 4, 6)  # [field, pages, H, block, word, lane, byte]
+        else:  # token = (row, byte), channel = (field, word)
+            split = codes.unflatten(2, (-1, 4)).unflatten(4, (self.fields, -1))
+            by_field = split.permute(4, 0, 1, 2, 5, 3)  # [field, pages, H, row, word, byte]
+        packed = by_field[0].clone(memory_format=torch.contiguous_format)
+        for i in range(1, self.fields):
+            packed |= by_field[i] << (i * self.fmt.bits)
+        return packed.flatten(2)
+
+    def _from_words(self, packed: Tensor) -> Tensor:
+        """The inverse of `_to_words`."""
+        bits, (_, size, dim) = self.fmt.bits, self.shape
+        by_field = torch.stack([(packed >> (i * bits)) & (2**bits - 1) for i in range(self.fields)])
+        if self.is_key:
+            words = by_field.unflatten(3, (size // (self.fields * WORD_LANES), dim // 4, WORD_LANES, 4))
+            codes: Tensor = words.permute(1, 2, 3, 0, 5, 4, 6)  # [pages, H, block, field, lane, word, byte]
+        else:
+            words = by_field.unflatten(3, (size // 4, dim // self.fields, 4))
+            codes = words.permute(1, 2, 3, 5, 0, 4)  # [pages, H, row, byte, field, word]
+        return codes.reshape(*packed.shape[:2], size, dim)
+
+    def _write_scales(self, heads: Tensor, first: int, scales: Tensor) -> None:
+        if self.fmt.granularity == "per_token":
+            scales = scales.transpose(2, 3)  # [pages, H, D / group, page_size]
+        heads[..., first : first + 2 * self.num_scales] = scales.contiguous().view(torch.uint8).flatten(2)
+
+    def _read_scales(self, heads: Tensor, first: int) -> Tensor:
+        flat = heads[..., first : first + 2 * self.num_scales].view(torch.float16)
+        if self.fmt.granularity == "per_channel":
+            return flat.unsqueeze(2)
+        by_group: Tensor = flat.unflatten(2, (-1, self.shape.page_size))
+        return by_group.transpose(2, 3).contiguous()
+
+
+class CpuLayout:
+    """All heads' keys, then all heads' values; each head's part starts on a cache line."""
+
+    def __init__(self, key: PagePart, value: PagePart) -> None:
+        key_part = PartLayout(key.fmt, key.shape, first=0, is_key=True)
+        self.parts = key_part, PartLayout(value.fmt, value.shape, first=key_part.last, is_key=False)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.parts[1].last
+
+    @property
+    def code_bytes(self) -> int:
+        return sum(part.shape.num_heads * part.code_bytes for part in self.parts)
+
+    @property
+    def scale_bytes(self) -> int:
+        return sum(part.shape.num_heads * part.scale_bytes for part in self.parts)
+
+    def pack(self, key: Quantized, value: Quantized) -> Tensor:
+        """Records uint8 [pages, page_bytes] of codes [pages, H, page_size, D]."""
+        records = torch.zeros(key.codes.shape[0], self.page_bytes, dtype=torch.uint8)
+        for part, quantized in zip(self.parts, (key, value), strict=True):
+            part.write(quantized, records)
+        return records
+
+    def unpack(self, records: Tensor, part: int) -> Quantized:
+        """The keys (part 0) or values (part 1) of records uint8 [pages, page_bytes]."""
+        return self.parts[part].read(records)
+
+
+def unsupported(part: PagePart, is_key: bool) -> str | None:
+    """Why keys, or values, of this format and shape cannot have this layout; None if they can."""
+    fmt, (_, size, dim), _ = part
+    if fmt.is_exact or fmt.bits not in (8, 4, 2):
+        return f"format {fmt.name} is not one of 8, 4 or 2 bits"
+    fields = 8 // fmt.bits
+    if size % (WORD_LANES * fields if is_key else 4):
+        return f"page_size={size} is not a multiple of {WORD_LANES * fields}"
+    if dim % 4 or dim % fields or dim > 512:
+        return f"head_dim={dim} is not a multiple of 4 up to 512"
+    return _unsupported_group(fmt, fmt.resolve_group_size(size, dim), dim // fields, is_key)
+
+
+def _unsupported_group(fmt: QuantFormat, group: int, words: int, is_key: bool) -> str | None:
+    if fmt.granularity == "per_channel":
+        return None
+    if is_key and group % 4:
+        return f"group_size={group} of keys is not a multiple of 4"
+    if not is_key and words % group and group % words:
+        return f"group_size={group} of values does not fit {words} words"
+    return None

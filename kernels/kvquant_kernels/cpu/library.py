@@ -1,0 +1,88 @@
+"""Finding, loading and calling the native library. Without it kvquant's own reference does the work."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch  # noqa: F401  # first, for its OpenMP runtime: the library has none of its own, so that there is one thread pool
+
+LIBRARY = "libkvquant_cpu.so"
+
+
+class Part(Structure):
+    """KvqPart of native/kvq.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("first", "head_stride", "scales", "zeros")),
+        *((name, c_int32) for name in ("code", "bits", "per_channel", "group", "dim", "rotated")),
+        ("middle", c_float),
+    ]
+
+
+class Segment(Structure):
+    """KvqSegment of native/kvq.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("key", "value", "first", "count", "column")),
+        *((name, c_int64 * 3) for name in ("key_stride", "value_stride")),
+    ]
+
+
+class Attend(Structure):
+    """KvqAttend of native/kvq.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in "query out pool table num_pages page_column mask sink_logits".split()),
+        ("mask_stride", c_int64 * 3),
+        *((name, c_int64) for name in ("page_bytes", "table_stride")),
+        *((name, c_int32) for name in "batch heads rows page_size num_segments dtype num_threads".split()),
+        ("softcap", c_float),
+        ("key", Part),
+        ("value", Part),
+        ("segment", Segment * 3),
+    ]
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded library. variants: the instruction sets it was built for; best: the number of the one in use."""
+
+    handle: ctypes.CDLL
+    variants: tuple[str, ...]
+    best: int
+
+    def attend(self, arguments: Attend, variant: int | None = None) -> None:
+        self.handle.kvq_attend(ctypes.byref(arguments), self.best if variant is None else variant)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why there is no library."""
+
+    reason: str
+
+
+@cache
+def load() -> Library | Missing:
+    """The native library, or why it cannot be used here."""
+    path = Path(os.environ.get("KVQUANT_CPU_LIBRARY") or Path(__file__).parent / "native" / LIBRARY)
+    if not path.exists():
+        return Missing(f"{path.name} was not built: no C++ compiler was found when kvquant was installed")
+    try:
+        handle = ctypes.CDLL(str(path))
+    except OSError as error:
+        return Missing(f"{path.name} cannot be loaded: {error}")
+    sizes = [handle.kvq_abi(i) for i in range(3)]
+    if sizes != [ctypes.sizeof(structure) for structure in (Attend, Part, Segment)]:
+        return Missing(f"{path.name} belongs to another version of kvquant; install it again")
+    best = handle.kvq_best_variant()
+    if best < 0:
+        return Missing(f"{path.name} has no variant for this processor")
+    handle.kvq_variants.restype = c_char_p
+    handle.kvq_attend.argtypes, handle.kvq_attend.restype = [POINTER(Attend), c_int32], None
+    return Library(handle, tuple(handle.kvq_variants().decode().rstrip(",").split(",")), best)

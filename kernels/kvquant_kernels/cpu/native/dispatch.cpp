@@ -1,0 +1,39 @@
+// What Python calls: chooses the variant of a kernel, and says which ones this machine can run.
+#include "kvq.h"
+
+#if defined(__x86_64__)
+#define KVQ_VARIANTS(X) X(v2) X(v3) X(v4)
+#else
+#define KVQ_VARIANTS(X) X(generic)
+#endif
+
+#define DECLARE(name) void kvq_attend_##name(const KvqAttend&);
+KVQ_VARIANTS(DECLARE)
+
+using Attend = void (*)(const KvqAttend&);
+
+#define ADDRESS(name) kvq_attend_##name,
+static const Attend kAttend[] = {KVQ_VARIANTS(ADDRESS)};
+
+#define NAME(name) #name ","
+// The names of the variants, in the order of their numbers, each followed by a comma.
+KVQ_EXPORT const char* kvq_variants() { return KVQ_VARIANTS(NAME); }
+
+// The number of the best variant that this machine can run; -1 if there is none.
+KVQ_EXPORT int kvq_best_variant() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
+    return 2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) return 1;
+  return __builtin_cpu_supports("sse4.2") ? 0 : -1;
+#else
+  return 0;
+#endif
+}
+
+// Sizes that Python's view of the structs must have.
+KVQ_EXPORT int kvq_abi(int what) { return what == 0 ? sizeof(KvqAttend) : what == 1 ? sizeof(KvqPart) : sizeof(KvqSegment); }
+
+KVQ_EXPORT void kvq_attend(const KvqAttend* a, int variant) { kAttend[variant](*a); }

@@ -1,0 +1,101 @@
+"""What an attention kernel is, and how kernels are found: by one scan of kvquant_kernels, when first needed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import pkgutil
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from kvquant.layout import PageLayout, PagePart, PlainLayout
+
+if TYPE_CHECKING:
+    from kvquant.attention import AttentionCall
+    from kvquant.snapshot import Snapshot
+
+SWITCH = "KVQUANT_KERNELS"  # the environment variable that turns kernels off
+
+_logger = logging.getLogger("kvquant")
+
+
+class AttentionKernel(Protocol):
+    """Attention on one type of device, over pages in a layout of its own."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device_type(self) -> str: ...
+
+    def missing(self) -> str | None:
+        """Why this kernel cannot run on this machine; None if it can."""
+
+    def page_layout(self, key: PagePart, value: PagePart) -> PageLayout | str:
+        """The layout that pages must have for this kernel, or why it cannot take them."""
+
+    def unsupported(self, states: Snapshot, call: AttentionCall) -> str | None:
+        """Why this kernel cannot take a call; None if it can."""
+
+    def run(self, states: Snapshot, call: AttentionCall) -> Tensor:
+        """The attention output [B, Hq, Q, Dv]."""
+
+
+@cache
+def discover() -> tuple[AttentionKernel, ...]:
+    """All kernels that are installed, whether or not they can run here.
+
+    Raises ImportError, naming the file, for a kernel that cannot be imported or shares its name with another.
+    """
+    import kvquant_kernels
+
+    found: dict[str, AttentionKernel] = {}
+    for info in pkgutil.walk_packages(kvquant_kernels.__path__, f"{kvquant_kernels.__name__}."):
+        kernel: AttentionKernel | None = getattr(importlib.import_module(info.name), "KERNEL", None)
+        if kernel is None:
+            continue
+        if kernel.name in found:
+            raise ImportError(f"{info.name} defines a second kernel named {kernel.name!r}")
+        found[kernel.name] = kernel
+    return tuple(found.values())
+
+
+def available(device_type: str) -> list[AttentionKernel]:
+    """The kernels to try on a device, none if the environment says KVQUANT_KERNELS=off."""
+    if os.environ.get(SWITCH) == "off":
+        return []
+    kernels = [kernel for kernel in discover() if kernel.device_type == device_type]
+    for kernel in kernels:
+        if reason := kernel.missing():
+            log_once(f"{kernel.name} is not used: {reason}")
+    return [kernel for kernel in kernels if not kernel.missing()]
+
+
+def choose_layout(key: PagePart, value: PagePart, device: torch.device) -> PageLayout:
+    """The layout of the first kernel that can take such pages, else the plain one."""
+    for kernel in available(device.type):
+        layout = kernel.page_layout(key, value)
+        if not isinstance(layout, str):
+            return layout
+        if not (key.fmt.is_exact and value.fmt.is_exact):
+            log_once(f"{kernel.name} is not used: {layout}")
+    return PlainLayout(key, value)
+
+
+def choose(states: Snapshot, call: AttentionCall) -> AttentionKernel | None:
+    """The first kernel that can take a call; None if the reference must."""
+    for kernel in available(states.chunk.key.device.type):
+        reason = kernel.unsupported(states, call)
+        if reason is None:
+            return kernel
+        log_once(f"{kernel.name} is not used: {reason}")
+    return None
+
+
+@cache
+def log_once(message: str) -> None:
+    _logger.warning(message)

@@ -1,0 +1,137 @@
+"""The native attention against the definition in float64, for every instruction set this machine has."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conformance import AttentionCall, QuantConfig, definition, left_padding_mask, states_for
+
+from kvquant import formats
+from kvquant.testing import relative_errors
+from kvquant_kernels.cpu import library
+from kvquant_kernels.cpu.attend import KERNEL
+
+NATIVE = library.load()
+pytestmark = pytest.mark.skipif(isinstance(NATIVE, library.Missing), reason=getattr(NATIVE, "reason", ""))
+VARIANTS = range(NATIVE.best + 1) if isinstance(NATIVE, library.Library) else ()
+
+PAIRS = [
+    (formats.INT8_PER_CHANNEL, formats.INT8_PER_TOKEN),
+    (formats.INT4_PER_CHANNEL, formats.INT4_PER_TOKEN),
+    (formats.INT2_PER_CHANNEL, formats.INT2_PER_TOKEN),
+    (formats.INT8_PER_CHANNEL, formats.INT4_PER_TOKEN),
+    (formats.INT4_PER_CHANNEL, formats.INT2_PER_TOKEN),
+    (formats.FP8_E4M3_PER_TOKEN, formats.FP8_E4M3_PER_TOKEN),
+    (formats.FP8_E5M2_PER_CHANNEL, formats.FP8_E5M2_PER_CHANNEL),
+    (formats.INT4_PER_TOKEN, formats.INT4_PER_CHANNEL),
+    (formats.INT8_PER_TOKEN_SYMMETRIC, formats.INT2_PER_CHANNEL_SYMMETRIC),
+]
+TOLERANCE = 2e-5  # relative L2; float32 sums of products of codes up to 255 with their middle taken out afterwards
+
+
+def config_for(pair=PAIRS[1], **options):
+    return QuantConfig(key=pair[0], value=pair[1], **{"residual_length": 20, "page_size": 64} | options)
+
+
+def assert_every_variant(snapshot, call, reference=None):
+    assert KERNEL.unsupported(snapshot, call) is None
+    reference = definition(snapshot, call) if reference is None else reference
+    for variant in VARIANTS:
+        out = KERNEL.run(snapshot, call, variant)
+        assert out.shape == reference.shape
+        assert relative_errors(out, reference).rms <= TOLERANCE, NATIVE.variants[variant]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(fmt.name for fmt in pair))
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
+def test_every_format_and_head_dim(pair, head_dim):
+    snapshot = states_for(config_for(pair), (2, 2, 333, head_dim))
+    assert_every_variant(snapshot, AttentionCall(torch.randn(2, 8, 1, head_dim)))
+
+
+@pytest.mark.parametrize("n_rep", [1, 3, 7, 32])
+@pytest.mark.parametrize("q_len", [1, 2, 8])
+def test_grouped_heads_and_several_queries(n_rep, q_len):
+    snapshot = states_for(config_for(), (1, 2, 333, 64), q_len=q_len)
+    assert_every_variant(snapshot, AttentionCall(torch.randn(1, 2 * n_rep, q_len, 64)))
+
+
+@pytest.mark.parametrize("starts", [[0], [0, 300], [0, 120, 299, 37, 250]], ids=str)
+@pytest.mark.parametrize("tokens", [301, 389, 600])
+def test_rows_that_start_at_different_columns(starts, tokens):
+    snapshot = states_for(config_for(), (len(starts), 2, tokens, 64), starts=starts)
+    call = AttentionCall(torch.randn(len(starts), 6, 1, 64))
+    masked = AttentionCall(call.query, left_padding_mask(starts, tokens))
+    assert_every_variant(snapshot, masked)
+    assert_every_variant(snapshot, call, definition(snapshot, masked))  # padding is not stored, mask or no mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rotation", [True, False])
+def test_dtypes_with_and_without_rotation(dtype, rotation):
+    snapshot = states_for(config_for(rotation=rotation), (2, 2, 333, 64), dtype=dtype)
+    assert_every_variant(snapshot, AttentionCall(torch.randn(2, 8, 1, 64).to(dtype)))
+
+
+@pytest.mark.parametrize("kind", ["bool", "bool per head", "float", "window"])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_masks(kind, q_len):
+    shape = (2, 8 if kind == "bool per head" else 1, q_len, 333)
+    mask = {"float": torch.randn(shape), "window": (torch.arange(333) > 250).expand(shape)}.get(
+        kind, torch.rand(shape) < 0.6
+    )
+    snapshot = states_for(config_for(), (2, 2, 333, 64), q_len=q_len)
+    assert_every_variant(snapshot, AttentionCall(torch.randn(2, 8, q_len, 64), mask))
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_softcap_and_sink_logits(softcap, has_sinks):
+    snapshot = states_for(config_for(), (2, 2, 333, 64), q_len=2)
+    sinks = torch.randn(8) + 3 if has_sinks else None
+    assert_every_variant(snapshot, AttentionCall(torch.randn(2, 8, 2, 64), None, False, 0.2, softcap, sinks))
+
+
+def test_fully_masked_rows_give_zeros():
+    mask = torch.ones(2, 1, 1, 333, dtype=torch.bool)
+    mask[0] = False
+    snapshot = states_for(config_for(), (2, 2, 333, 64))
+    call = AttentionCall(torch.randn(2, 8, 1, 64), mask)
+    assert_every_variant(snapshot, call)
+    assert (KERNEL.run(snapshot, call)[0] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{"sinks": 0}, {"residual_length": 0}, {"sinks": 0, "residual_length": 0}], ids=str)
+def test_empty_sinks_and_tail(options):
+    config = config_for(**options)
+    tokens = config.sinks + config.residual_length + 5 * 64 + 1
+    snapshot = states_for(config, (1, 2, tokens, 64))
+    assert snapshot.tail.num_tokens == config.residual_length
+    assert_every_variant(snapshot, AttentionCall(torch.randn(1, 8, 1, 64)))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_bad_number_in_a_page_gives_nan_to_its_row_and_head_only(bad, part):
+    config = config_for((formats.INT4_PER_TOKEN, formats.INT4_PER_TOKEN))
+    snapshot = states_for(config, (2, 2, 333, 64))
+    key, value = (snapshot.columns(i).clone() for i in (0, 1))
+    (key, value)[part][1, 0, 100, 3] = bad
+    from kvquant.states import LayerStates
+
+    states = LayerStates(config, key, value)
+    states.append(key, value)
+    states.settle()
+    out = KERNEL.run(states.append(key[:, :, :1], value[:, :, :1]), AttentionCall(torch.randn(2, 2, 1, 64)))
+    assert out.isnan().any(dim=-1).squeeze(-1).tolist() == [[False, False], [True, False]]
+
+
+def test_threads_do_not_change_what_is_computed():
+    snapshot = states_for(config_for(), (1, 2, 3000, 64))
+    call = AttentionCall(torch.randn(1, 8, 1, 64))
+    torch.set_num_threads(2)
+    out = KERNEL.run(snapshot, call)
+    torch.set_num_threads(1)
+    assert relative_errors(out, definition(snapshot, call)).rms <= TOLERANCE
