@@ -20,15 +20,17 @@ SOURCES = Path(__file__).parent.resolve() / "kernels" / FOLDER
 LIBRARY = "libkvquant_cpu.so"
 
 # No -ffast-math, which would switch the whole process to flushing denormals; no -march=native, since wheels travel.
+# -Wno-maybe-uninitialized: GCC 12 warns about its own AVX512 headers.
 FLAGS = (
     "-O3 -std=c++17 -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast "
-    "-fvisibility=hidden -Wall -Wextra -Wno-psabi"
+    "-fvisibility=hidden -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized"
 ).split()
 VARIANTS = {
     "x86_64": {
         "v2": ["-march=x86-64-v2", "-DLANES=4"],
         "v3": ["-march=x86-64-v3", "-DLANES=8"],
         "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512", "-DLANES=16"],
+        "v4_vnni": ["-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512", "-DLANES=16", "-DKVQ_VNNI=1"],
     },
 }
 GENERIC = {"generic": ["-DLANES=4"]}

@@ -118,7 +118,8 @@ class QuantCache(DynamicCache):
     config: the model's configuration. With it, sliding-window, linear and other layers are what transformers makes
     them and stay unquantized; without it, every layer is taken to be full attention.
     quant: a QuantConfig, instead of `bits` and the options below.
-    options: sinks, residual_length, page_size, rotation, max_length (see QuantConfig), clip (see QuantConfig.preset).
+    options: sinks, residual_length, page_size, rotation, max_length and precision (see QuantConfig), and clip (see
+    QuantConfig.preset).
 
     Raises ValueError or TypeError for arguments out of range, or if both `bits` and `quant` are given.
     """
@@ -173,7 +174,7 @@ def _resolve(bits: Bits | tuple[Bits, Bits] | None, quant: QuantConfig | None, o
     if quant is None:
         if bits is None:
             raise ValueError("bits is missing; use QuantCache(bits=4), or QuantCache(quant=QuantConfig(...))")
-        known = {"sinks", "residual_length", "page_size", "rotation", "clip", "max_length"}
+        known = {"sinks", "residual_length", "page_size", "rotation", "clip", "max_length", "precision"}
         if not options.keys() <= known:
             unknown = ", ".join(sorted(options.keys() - known))
             raise TypeError(f"QuantCache got unknown options {unknown}; known are {', '.join(sorted(known))}")

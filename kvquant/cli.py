@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"kvquant {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
     _add_eval(verbs)
+    _add_doctor(verbs)
     options = parser.parse_args(arguments)
     try:
         exit_code: int = options.run(options)
@@ -69,6 +70,28 @@ def _add_eval(verbs: Any) -> None:
     add("--text", metavar="FILE", help="text to measure on (default: Python's language reference)")
     add("--json", metavar="FILE", help="where to write everything that was found")
     parser.set_defaults(run=_eval)
+
+
+def _add_doctor(verbs: Any) -> None:
+    summary = "What kvquant runs on here: versions, and for every kernel whether it is used and why not."
+    parser = verbs.add_parser("doctor", help=summary, description=summary)
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    import torch
+    import transformers
+
+    from kvquant import kernel
+
+    print(f"kvquant {__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
+    for found in kernel.discover():
+        reason = found.missing()
+        print(f"{found.name} ({found.device_type}): {f'not used: {reason}' if reason else found.describe()}")
+    if kernel.is_switched_off():
+        print(f"all kernels are switched off by {kernel.SWITCH}=off")
+    print("reference (any device): plain PyTorch, for what no kernel takes")
+    return 0
 
 
 def _eval(options: argparse.Namespace) -> int:

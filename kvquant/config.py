@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from kvquant import formats
 from kvquant.codec import StateCodec
@@ -37,6 +37,8 @@ class QuantConfig:
     page_size: tokens per page, and the group of per-channel scales; a multiple of 8.
     rotation: whether quantized states are Hadamard-rotated over head_dim.
     max_length: tokens per row to allocate pages for at once; None lets the pool grow.
+    precision: "exact" has kernels compute in float32 throughout; by default they may round queries to 15 and attention
+    weights to 16 bits, which 16-bit floats do more coarsely. It does not change what is stored.
 
     Raises TypeError or ValueError for values out of range, naming the argument.
     """
@@ -48,6 +50,7 @@ class QuantConfig:
     page_size: int = 128
     rotation: bool = True
     max_length: int | None = None
+    precision: Literal["default", "exact"] = "default"
 
     def __post_init__(self) -> None:
         _check_count("sinks", self.sinks, at_least=0)
@@ -61,6 +64,8 @@ class QuantConfig:
             _check_count("max_length", self.max_length, at_least=1)
         if not isinstance(self.rotation, bool):
             raise TypeError(f"rotation must be True or False, got {self.rotation!r}")
+        if self.precision not in ("default", "exact"):
+            raise ValueError(f"precision={self.precision!r} is not supported; use 'default' or 'exact'")
         for part in ("key", "value"):
             fmt = getattr(self, part)
             if not isinstance(fmt, QuantFormat):

@@ -35,6 +35,9 @@ class AttentionKernel(Protocol):
     def missing(self) -> str | None:
         """Why this kernel cannot run on this machine; None if it can."""
 
+    def describe(self) -> str:
+        """What runs, for `kvquant doctor`. Asked only where it is not missing."""
+
     def page_layout(self, key: PagePart, value: PagePart) -> PageLayout | str:
         """The layout that pages must have for this kernel, or why it cannot take them."""
 
@@ -64,9 +67,13 @@ def discover() -> tuple[AttentionKernel, ...]:
     return tuple(found.values())
 
 
+def is_switched_off() -> bool:
+    return os.environ.get(SWITCH) == "off"
+
+
 def available(device_type: str) -> list[AttentionKernel]:
     """The kernels to try on a device, none if the environment says KVQUANT_KERNELS=off."""
-    if os.environ.get(SWITCH) == "off":
+    if is_switched_off():
         return []
     kernels = [kernel for kernel in discover() if kernel.device_type == device_type]
     for kernel in kernels:

@@ -71,6 +71,11 @@ class TestConstruction:
             ({}, ValueError, r"bits is missing; use QuantCache\(bits=4\)"),
             ({"bits": 5}, ValueError, "bits=5 is not supported"),
             ({"bits": 4, "nbits": 4}, TypeError, "unknown options nbits; known are clip, max_length, page_size"),
+            (
+                {"bits": 4, "precision": "half"},
+                ValueError,
+                "precision='half' is not supported; use 'default' or 'exact'",
+            ),
             ({"bits": 4, "quant": QuantConfig()}, ValueError, "do not pass bits beside it"),
             ({"quant": QuantConfig(), "sinks": 3}, ValueError, "do not pass sinks beside it"),
             ({"quant": 4}, TypeError, "quant must be a QuantConfig, got 4"),

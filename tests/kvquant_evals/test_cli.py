@@ -204,3 +204,16 @@ def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.startswith("kvquant 0.")
+
+
+def test_doctor_names_every_kernel_and_why_one_is_not_used(capsys, monkeypatch):
+    from kvquant_kernels.cpu import library
+
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.startswith(f"kvquant {runner.__version__}, torch ")
+    monkeypatch.setattr(library, "load", lambda: library.Missing("it was not built"))
+    monkeypatch.setenv("KVQUANT_KERNELS", "off")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "cpu attention (cpu): not used: it was not built\n" in out
+    assert "switched off by KVQUANT_KERNELS=off" in out

@@ -10,11 +10,11 @@ from kvquant import AttentionCall, QuantConfig
 from kvquant.states import LayerStates
 
 
-def states_for(config, shape, starts=None, dtype=torch.float32, q_len=1):
+def states_for(config, shape, starts=None, dtype=torch.float32, q_len=1, outlier=20):
     """A snapshot of (rows, KV heads, tokens, head_dim) random states, of which the last q_len are the chunk."""
     rows, heads, tokens, dim = shape
     key, value = (torch.randn(rows, heads, tokens, dim).to(dtype) for _ in range(2))
-    key[..., 3] *= 20
+    key[..., 3] *= outlier
     states = LayerStates(config, key, value)
     states.append(key[:, :, :-q_len], value[:, :, :-q_len])
     states.settle(starts=starts)

@@ -47,11 +47,17 @@ class CpuAttention:
             return "causality without a mask over a history"
         return None
 
+    def describe(self) -> str:
+        native = library.load()
+        assert isinstance(native, library.Library)
+        return f"native library, instruction set {native.variants[native.best]}, {torch.get_num_threads()} threads"
+
     def run(self, states: Snapshot, call: AttentionCall, variant: int | None = None) -> Tensor:
-        """The attention output float32 [B, Hq, Q, Dv]."""
+        """The attention output float32 [B, Hq, Q, Dv], by the best variant for this machine unless told otherwise."""
         native = library.load()
         assert isinstance(native, library.Library)
         arguments = _Arguments(states, call)
+        arguments.structure.exact = states.config.precision == "exact"
         native.attend(arguments.structure, variant)
         return arguments.out
 

@@ -40,7 +40,7 @@ class Attend(Structure):
         *((name, c_void_p) for name in "query out pool table num_pages page_column mask sink_logits".split()),
         ("mask_stride", c_int64 * 3),
         *((name, c_int64) for name in ("page_bytes", "table_stride")),
-        *((name, c_int32) for name in "batch heads rows page_size num_segments dtype num_threads".split()),
+        *((name, c_int32) for name in "batch heads rows page_size num_segments dtype num_threads exact".split()),
         ("softcap", c_float),
         ("key", Part),
         ("value", Part),

@@ -2,7 +2,7 @@
 #include "kvq.h"
 
 #if defined(__x86_64__)
-#define KVQ_VARIANTS(X) X(v2) X(v3) X(v4)
+#define KVQ_VARIANTS(X) X(v2) X(v3) X(v4) X(v4_vnni)
 #else
 #define KVQ_VARIANTS(X) X(generic)
 #endif
@@ -25,7 +25,7 @@ KVQ_EXPORT int kvq_best_variant() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
-    return 2;
+    return __builtin_cpu_supports("avx512vnni") ? 3 : 2;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) return 1;
   return __builtin_cpu_supports("sse4.2") ? 0 : -1;
 #else

@@ -44,6 +44,7 @@ struct KvqAttend {
   int64_t page_bytes;
   int64_t table_stride;
   int32_t batch, heads, rows, page_size, num_segments, dtype, num_threads;
+  int32_t exact;             // float32 arithmetic throughout, whatever the variant
   float softcap;             // 0 for none
   KvqPart key, value;
   KvqSegment segment[3];

@@ -1,0 +1,98 @@
+"""How kernels are found and chosen, and that results do not depend on the choice."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from families import tiny_model
+
+from kvquant import AttentionCall, QuantCache, attend, kernel
+from kvquant.config import QuantConfig
+from kvquant.layout import PlainLayout
+from kvquant.states import LayerStates
+from kvquant_kernels.cpu import library
+from kvquant_kernels.cpu.layout import CpuLayout
+
+has_library = isinstance(library.load(), library.Library)
+needs_library = pytest.mark.skipif(not has_library, reason="the native library is not built")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_log():
+    kernel.log_once.cache_clear()
+
+
+def filled(config, tokens=300):
+    key = torch.randn(1, 2, tokens, 64)
+    states = LayerStates(config, key, key)
+    states.append(key, key)
+    states.settle()
+    return states.append(key[:, :, :1], key[:, :, :1])
+
+
+def test_kernels_are_found_once_each():
+    assert [found.name for found in kernel.discover()] == ["cpu attention"]
+
+
+@needs_library
+def test_pages_get_the_layout_of_the_kernel_that_can_read_them():
+    assert isinstance(filled(QuantConfig.preset(4)).layout, CpuLayout)
+    assert isinstance(filled(QuantConfig.preset(3)).layout, PlainLayout)
+    assert isinstance(filled(QuantConfig.preset(16)).layout, PlainLayout)
+
+
+def test_switched_off_everything_is_the_reference(monkeypatch):
+    monkeypatch.setenv("KVQUANT_KERNELS", "off")
+    assert kernel.available("cpu") == []
+    assert isinstance(filled(QuantConfig.preset(4)).layout, PlainLayout)
+
+
+def test_a_missing_library_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(library, "load", lambda: library.Missing("it was not built"))
+    with caplog.at_level(logging.WARNING, "kvquant"):
+        for _ in range(3):
+            assert isinstance(filled(QuantConfig.preset(4)).layout, PlainLayout)
+    assert caplog.messages == ["cpu attention is not used: it was not built"]
+
+
+@needs_library
+def test_a_call_that_the_kernel_cannot_take_goes_to_the_reference_with_the_reason(caplog):
+    snapshot = filled(QuantConfig.preset(4))
+    with caplog.at_level(logging.WARNING, "kvquant"):
+        out = attend(snapshot, AttentionCall(torch.randn(1, 4, 1, 64), is_causal=True))
+    assert out.shape == (1, 4, 1, 64)
+    assert caplog.messages == ["cpu attention is not used: causality without a mask over a history"]
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, "fp8", (8, 4), (4, 2)])
+def test_kernels_and_reference_generate_the_same_tokens(monkeypatch, bits):
+    model = tiny_model("llama", "sdpa")
+    ids = torch.randint(2, 97, (2, 90))
+    mask = torch.ones_like(ids)
+    mask[0, :17] = 0
+    outs = []
+    for switch in ("on", "off"):
+        monkeypatch.setenv("KVQUANT_KERNELS", switch)
+        cache = QuantCache(bits=bits, residual_length=8, page_size=64)
+        outs.append(model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=60, do_sample=False))
+    assert torch.equal(*outs)
+
+
+def test_a_process_without_the_library_works():
+    code = """
+import torch
+from kvquant import QuantCache
+from torch.nn import functional as F
+cache = QuantCache(bits=4)
+x = torch.randn(1, 2, 300, 64)
+cache.update(x, x, 0)
+cache.layers[0].settle()
+print(F.scaled_dot_product_attention(x[:, :, :1], *cache.update(x[:, :, :1], x[:, :, :1], 0)).isfinite().all().item())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"KVQUANT_CPU_LIBRARY": "/nowhere.so"}
+    )
+    assert run.stdout == "True\n"
+    assert run.stderr.count("cpu attention is not used: nowhere.so was not built") == 1
