@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: eval test check install results docs clean
+.PHONY: eval test check asan wheel install results docs clean
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard kernels/kvquant_kernels/cpu/native/*.[chi]*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
@@ -26,6 +26,18 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+# The native kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer; needs g++ with both.
+SANITIZED := build/sanitized/libkvquant_cpu.so
+asan: $(INSTALLED)
+	$(BIN)/python -c "import pathlib, setup; setup.build_library('g++', pathlib.Path('$(SANITIZED)'), \
+	  '-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1'.split())"
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  KVQUANT_CPU_LIBRARY=$(SANITIZED) $(BIN)/python -m pytest -n 0 tests/kvquant_kernels/cpu/test_attend.py
+
+# One wheel for every Python, with the native library for this platform.
+wheel: $(INSTALLED)
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 # Measures again what README.md shows, and writes its tables.
 results: $(INSTALLED)

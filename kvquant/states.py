@@ -75,7 +75,7 @@ class LayerStates:
         self._last_snapshot = None
         if starts is None:
             starts = self._starts_from_positions()
-        if starts is not None:
+        if starts is not None and self.is_open:
             self._open_rows(starts)
         with torch.no_grad():
             self._tail = self._tail.extended(self._chunk)

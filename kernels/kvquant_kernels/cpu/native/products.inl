@@ -1,0 +1,58 @@
+// Products of packed codes with queries and weights in float32, register by register.
+
+constexpr int kWordLanes = 16;   // tokens or channels side by side in the words of a page
+constexpr int kGroupOfRows = 4;  // rows whose products share one unpacking of the codes
+
+// Field f of byte e of every word, as the number its code stands for before scale and middle.
+template <int CODE, int BITS>
+inline Vf decode(Vi words, int e, int f) {
+  if (CODE == KVQ_INTEGER) return to_float((words >> (8 * e + BITS * f)) & ((1 << BITS) - 1));
+  const Vi byte = words >> (8 * e);
+  const int shift = CODE == KVQ_E4M3 ? 20 : 21;
+  const float bias = CODE == KVQ_E4M3 ? 0x1p120f : 0x1p112f;
+  return bits_of<Vf>(((byte & 0x7f) << shift) | ((byte & 0x80) << 24)) * bias;
+}
+
+// scores[r][t] = sum over channels first..last-1 of q[r][d] * code(t, d), for 16 * (8 / BITS) tokens.
+template <int CODE, int BITS, int ROWS>
+inline void key_products(const uint8_t* words, const float* q, int q_stride, int first, int last, float* scores, int stride,
+                         int64_t ahead) {
+  constexpr int kFields = 8 / BITS;
+  for (int lane = 0; lane < kWordLanes; lane += LANES) {
+    Vf sum[ROWS][kFields] = {};
+    for (int i = first / 4; i < last / 4; i++) {
+      const uint8_t* at = words + 4 * (i * kWordLanes + lane);
+      const Vi w = load_words(at);
+      prefetch(at + ahead);
+      for (int e = 0; e < 4; e++)
+        for (int f = 0; f < kFields; f++) {
+          const Vf code = decode<CODE, BITS>(w, e, f);
+          for (int r = 0; r < ROWS; r++) sum[r][f] += q[r * q_stride + 4 * i + e] * code;
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+      for (int f = 0; f < kFields; f++) store(scores + r * stride + f * kWordLanes + lane, sum[r][f]);
+  }
+}
+
+// sum[r][f][lane] += sum over tokens of p[f][r][t] * code(t, channel), for `lanes` channels of every field.
+template <int CODE, int BITS, int ROWS>
+inline void value_products(const uint8_t* words, int words_per_row, int tokens, const float* const* p, int p_stride,
+                           float* const* sum, int sum_stride, int lanes, int64_t ahead) {
+  constexpr int kFields = 8 / BITS;
+  Vf acc[ROWS][kFields];
+  for (int r = 0; r < ROWS; r++)
+    for (int f = 0; f < kFields; f++) acc[r][f] = load(sum[f] + r * sum_stride);
+  for (int i = 0; i < tokens / 4; i++) {
+    const uint8_t* at = words + int64_t(4) * i * words_per_row;
+    const Vi w = load_words(at);
+    prefetch(at + ahead);
+    for (int e = 0; e < 4; e++)
+      for (int f = 0; f < kFields; f++) {
+        const Vf code = decode<CODE, BITS>(w, e, f);
+        for (int r = 0; r < ROWS; r++) acc[r][f] += p[f][r * p_stride + 4 * i + e] * code;
+      }
+  }
+  for (int r = 0; r < ROWS; r++)
+    for (int f = 0; f < kFields; f++) memcpy(sum[f] + r * sum_stride, &acc[r][f], lanes * sizeof(float));
+}

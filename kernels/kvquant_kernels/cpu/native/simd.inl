@@ -1,0 +1,103 @@
+// Vectors of LANES floats, and the few functions on them that the kernels share.
+
+typedef float Vf __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t Vi __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
+
+inline int64_t align16(int64_t n) { return (n + 15) & ~int64_t(15); }
+
+inline Vf load(const float* p) { return *(const Vf*)p; }
+inline void store(float* p, Vf x) { *(Vf*)p = x; }
+inline Vi load_words(const uint8_t* p) { return *(const Vi*)p; }
+// Into the second-level cache: the first-level one holds what is being computed on.
+inline void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
+
+inline Vf to_float(Vi x) { return __builtin_convertvector(x, Vf); }
+template <class To, class From>
+inline To bits_of(From x) {
+  static_assert(sizeof(To) == sizeof(From), "");
+  To y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+inline float half_to_float(uint16_t half) {
+  const uint32_t magnitude = uint32_t(half & 0x7fff) << 13, sign = uint32_t(half & 0x8000) << 16;
+  const bool is_special = (half & 0x7c00) == 0x7c00;  // infinity or NaN
+  const float x = is_special ? bits_of<float>(magnitude | 0x7f800000u) : bits_of<float>(magnitude) * 0x1p112f;
+  return bits_of<float>(bits_of<uint32_t>(x) | sign);
+}
+
+void halves_to_floats(const uint8_t* from, float* to, int n) {
+  for (int i = 0; i < n; i++) {
+    uint16_t half;
+    memcpy(&half, from + 2 * i, 2);
+    to[i] = half_to_float(half);
+  }
+}
+
+// 2 ** x with x <= 0 up to rounding; exactly 0 below -126, NaN for NaN.
+inline Vf exp2_nonpositive(Vf x) {
+  const Vf zero = {}, least = zero - 126.f;
+  const Vf clamped = x < least ? least : x;
+  const Vf shifted = clamped + 12582912.f;  // 1.5 * 2^23: the low mantissa bits now hold the rounded integer
+  const Vi n = bits_of<Vi>(shifted) - 0x4b400000;
+  const Vf f = clamped - (shifted - 12582912.f);
+  Vf p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.0f;
+  return x < least ? zero : p * bits_of<Vf>((n + 127) << 23);
+}
+
+inline float exp2_nonpositive(float x) {
+  const Vf zero = {};
+  return exp2_nonpositive(zero + x)[0];
+}
+
+inline float sum_of(Vf x) {
+  float total = 0.f;
+  for (int j = 0; j < LANES; j++) total += x[j];
+  return total;
+}
+
+// Sums of n numbers, n a multiple of 16 or not.
+inline float dot(const float* x, const float* y, int n) {
+  Vf even = {}, odd = {};
+  int i = 0;
+  for (; i + 2 * LANES <= n; i += 2 * LANES) {
+    even += load(x + i) * load(y + i);
+    odd += load(x + i + LANES) * load(y + i + LANES);
+  }
+  float total = sum_of(even + odd);
+  for (; i < n; i++) total += x[i] * y[i];
+  return total;
+}
+
+inline float sum_of(const float* x, int n) {
+  Vf acc = {};
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) acc += load(x + i);
+  float total = sum_of(acc);
+  for (; i < n; i++) total += x[i];
+  return total;
+}
+
+// Butterflies of distance 1, 2, 4, ... over blocks of the largest power of two that divides dim, as rotation.py defines.
+void rotate(float* x, int dim) {
+  const int block = dim & -dim;
+  for (int first = 0; first < dim; first += block)
+    for (int distance = 1; distance < block; distance *= 2)
+      for (int i = first; i < first + block; i += 2 * distance)
+        for (int j = i; j < i + distance; j++) {
+          const float a = x[j], b = x[j + distance];
+          x[j] = a + b;
+          x[j + distance] = a - b;
+        }
+  const float scale = float(1.0 / std::sqrt(double(block)));
+  for (int i = 0; i < dim; i++) x[i] *= scale;
+}
