@@ -12,6 +12,7 @@ from kvquant.kernel import choose_layout
 from kvquant.layout import PagePart, StateShape
 from kvquant.pages import Page, PagePool
 from kvquant.snapshot import KV, RUN_PAGES, Row, RowGroup, Snapshot, group_rows, tail_start
+from kvquant.tail import Tail, empty_like
 
 
 class LayerStates:
@@ -36,8 +37,8 @@ class LayerStates:
         self._settled = 0
         self._sinks: KV | None = None
         self._pool: PagePool | None = None
-        self._chunk = KV(_empty_like(key, 0), _empty_like(value, 0))
-        self._tail = _Tail.copy_of(self._chunk, config)
+        self._chunk = KV(empty_like(key, 0), empty_like(value, 0))
+        self._tail = Tail.copy_of(self._chunk, config)
         self._chunk_positions: Tensor | None = None
 
     @property
@@ -80,7 +81,7 @@ class LayerStates:
         with torch.no_grad():
             self._tail = self._tail.extended(self._chunk)
             self._settled = self.kv_len
-            self._chunk, self._chunk_positions = KV(*(_empty_like(part, 0) for part in self._chunk)), None
+            self._chunk, self._chunk_positions = KV(*(empty_like(part, 0) for part in self._chunk)), None
             for group in group_rows(self._rows):
                 self._seal_due(group)
             self._trim_tail()
@@ -104,7 +105,7 @@ class LayerStates:
             self._sinks = None
         first = self._tail_first()
         with torch.no_grad():
-            self._tail = _Tail.copy_of(
+            self._tail = Tail.copy_of(
                 KV(before.columns(0, first, length), before.columns(1, first, length)), self.config
             )
 
@@ -116,7 +117,7 @@ class LayerStates:
         index = torch.tensor(order, dtype=torch.long, device=self._tail.states.key.device)
         self._rows = tuple(self._rows[i] for i in order)
         self._sinks = None if self._sinks is None else _index_rows(self._sinks, index)
-        self._tail = _Tail.copy_of(_index_rows(self._tail.states, index), self.config)
+        self._tail = Tail.copy_of(_index_rows(self._tail.states, index), self.config)
         self._chunk = _index_rows(self._chunk, index)
 
     @property
@@ -132,7 +133,7 @@ class LayerStates:
         """States that share all pages with these. Only the tail, which grows in place, is copied."""
         copy = object.__new__(LayerStates)
         copy.__dict__.update(self.__dict__)
-        copy._tail = _Tail.copy_of(self._tail.states, self.config)
+        copy._tail = Tail.copy_of(self._tail.states, self.config)
         return copy
 
     def _check_like_chunk(self, key: Tensor, value: Tensor) -> None:
@@ -229,47 +230,6 @@ class LayerStates:
         return min(tail_start(self.config, group) for group in group_rows(self._rows))
 
 
-class _Tail:
-    """Exact states that grow at the end, in buffers with room to spare."""
-
-    def __init__(self, buffers: KV, length: int) -> None:
-        self._buffers = buffers
-        self.states = buffers.tokens(0, length)
-
-    @staticmethod
-    def copy_of(states: KV, config: QuantConfig) -> _Tail:
-        room = max(states.num_tokens, config.sinks + config.residual_length + config.page_size)
-        buffers = KV(*(_empty_like(part, room) for part in states))
-        for buffer, part in zip(buffers, states, strict=True):
-            buffer[..., : part.shape[-2], :] = part
-        return _Tail(buffers, states.num_tokens)
-
-    @property
-    def room(self) -> int:
-        return self._buffers.num_tokens - self.states.num_tokens
-
-    def extended(self, states: KV) -> _Tail:
-        """The tail with `states` at its end; written in place where there is room."""
-        length = self.states.num_tokens
-        if length + states.num_tokens > self._buffers.num_tokens:
-            if length == 0:
-                return _Tail(states, states.num_tokens)
-            return _Tail(
-                KV(*(torch.cat(pair, dim=-2) for pair in zip(self.states, states, strict=True))),
-                length + states.num_tokens,
-            )
-        for buffer, part in zip(self._buffers, states, strict=True):
-            buffer[..., length : length + part.shape[-2], :] = part
-        return _Tail(self._buffers, length + states.num_tokens)
-
-    def last(self, length: int, config: QuantConfig) -> _Tail:
-        """The last `length` tokens, in buffers of their own if that frees memory or the room is used up."""
-        held = self.states.num_tokens
-        if length == held and self._buffers.num_tokens > held:
-            return self
-        return _Tail.copy_of(self.states.tokens(held - length, held), config)
-
-
 def padding_of(positions: list[int]) -> int:
     """How many tokens of left padding a row's position ids show.
 
@@ -297,9 +257,3 @@ def _to_pages(states: Tensor, page_size: int) -> Tensor:
     """[rows, H, n * page_size, D] -> [rows, n, H, page_size, D]"""
     pages: Tensor = states.unflatten(2, (-1, page_size))
     return pages.transpose(1, 2)
-
-
-def _empty_like(states: Tensor, length: int) -> Tensor:
-    # Outside inference mode, since tensors made inside it could not be written to by a later call outside.
-    with torch.inference_mode(False):
-        return torch.empty(*states.shape[:2], length, states.shape[-1], dtype=states.dtype, device=states.device)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conformance import definition as expected
 
 from kvquant import FORMATS, AttentionCall, QuantConfig, attend
 from kvquant.attention import LONG_CHUNK, row_starts
@@ -22,29 +23,6 @@ def states_for(config, rows=2, heads=2, tokens=203, dim=16, value_dim=24, starts
     states.append(key[:, :, :-chunk], value[:, :, :-chunk])
     states.settle(starts=starts)
     return states.append(key[:, :, -chunk:], value[:, :, -chunk:])
-
-
-def expected(snapshot, call):
-    """The definition, in float64 and one piece."""
-    key, value = (snapshot.columns(part).double() for part in (0, 1))
-    n_rep = call.query.shape[1] // key.shape[1]
-    key, value = (states.repeat_interleave(n_rep, dim=1) for states in (key, value))
-    scale = key.shape[-1] ** -0.5 if call.scale is None else call.scale
-    scores = call.query.double() @ key.transpose(-1, -2) * scale
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    if call.is_causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
-    if call.mask is not None:
-        scores = (
-            scores.masked_fill(~call.mask, -math.inf) if call.mask.dtype == torch.bool else scores + call.mask.double()
-        )
-    weights = scores
-    if call.sink_logits is not None:
-        sink = call.sink_logits.double().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat((scores, sink), dim=-1)
-    weights = weights.softmax(dim=-1).nan_to_num(0.0)[..., : scores.shape[-1]]
-    return weights @ value
 
 
 def config_for(fmt=INT4_PER_CHANNEL, value=None, **options):

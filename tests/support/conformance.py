@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from kvquant import AttentionCall, QuantConfig
 from kvquant.states import LayerStates
 
 
@@ -30,6 +29,8 @@ def definition(snapshot, call):
     scores = call.query.double() @ key.transpose(-1, -2) * scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf)
     if call.mask is not None:
         is_bool = call.mask.dtype == torch.bool
         scores = scores.masked_fill(~call.mask, -math.inf) if is_bool else scores + call.mask.double()
@@ -54,6 +55,3 @@ def _columns(snapshot, part):
 
 def left_padding_mask(starts, kv_len):
     return (torch.arange(kv_len) >= torch.tensor(starts)[:, None])[:, None, None]
-
-
-__all__ = ["AttentionCall", "QuantConfig", "definition", "left_padding_mask", "states_for"]

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conformance import AttentionCall, QuantConfig, definition, left_padding_mask, states_for
+from conformance import definition, left_padding_mask, states_for
 
-from kvquant import formats
+from kvquant import AttentionCall, QuantConfig, formats
 from kvquant.testing import relative_errors
 from kvquant_kernels.cpu import library
 from kvquant_kernels.cpu.attend import KERNEL
