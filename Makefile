@@ -42,6 +42,7 @@ wheel: $(INSTALLED)
 # Measures again what README.md shows, and writes its tables.
 results: $(INSTALLED)
 	$(BIN)/kvquant eval --bits 8 --bits fp8 --bits 8,4 --bits 4 --bits 4,2 --bits 3 --bits 2 --json results/quality.json
+	$(BIN)/kvquant bench --json results/bench_cpu.json
 
 docs: $(INSTALLED)
 	$(BIN)/python tools/update_readme.py

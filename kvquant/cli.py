@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"kvquant {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
     _add_eval(verbs)
+    _add_bench(verbs)
     _add_doctor(verbs)
     options = parser.parse_args(arguments)
     try:
@@ -70,6 +71,57 @@ def _add_eval(verbs: Any) -> None:
     add("--text", metavar="FILE", help="text to measure on (default: Python's language reference)")
     add("--json", metavar="FILE", help="where to write everything that was found")
     parser.set_defaults(run=_eval)
+
+
+def _add_bench(verbs: Any) -> None:
+    summary = "How fast decoding is on this machine's CPU: attention alone, and a model's whole step."
+    parser = verbs.add_parser("bench", help=summary, description=summary)
+    add = parser.add_argument
+    add("--bits", action="append", type=_bits, metavar="B", help="as for eval; repeatable (default: 8, 4 and 2)")
+    add("--model", help="the model whose decoding is timed (default: SmolLM2-135M-Instruct)")
+    add(
+        "--context",
+        type=_count,
+        action="append",
+        metavar="N",
+        help="cached tokens; repeatable (default: 2048 and 8192)",
+    )
+    add("--rounds", type=_count, default=15, help="rounds in which contenders take turns (default: %(default)s)")
+    add("--json", metavar="FILE", help="where to write the timings")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from kvquant_evals import model
+
+    try:
+        _check_writable(options.json)
+        subject = model.find_source(options.model).load()
+        _time(options, subject)
+    except model.EvalError as error:
+        print(f"kvquant bench: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def _time(options: argparse.Namespace, subject: Any) -> None:
+    import torch
+
+    from kvquant_evals import bench, table
+
+    contexts = list(dict.fromkeys(options.context or (2048, 8192)))
+    bits = list(dict.fromkeys(options.bits or (8, 4, 2)))
+    threads = list(dict.fromkeys((1, torch.get_num_threads())))
+    shape = bench.Shape()
+    timings = bench.time_attention(shape, contexts, bits, threads, options.rounds)
+    for dtype in (torch.bfloat16, torch.float32):
+        subject.model.to(dtype)
+        timings += bench.time_decoding(subject, contexts, bits, threads, options.rounds)
+    report = bench.report(timings, shape, subject.source.name)
+    print(table.bench_caption(report))
+    for kind in dict.fromkeys(timing.kind for timing in timings):
+        print(f"\n{table.aligned(table.timings(report, kind))}")
+    _write_json(options.json, report)
 
 
 def _add_doctor(verbs: Any) -> None:
@@ -144,7 +196,6 @@ def _evaluate(subject: Any, text: str, settings: Settings, contenders: Sequence[
 
 def _print_report(report: Report, json_path: str | None) -> None:
     from kvquant_evals import table
-    from kvquant_evals.model import EvalError
 
     plain = report.to_dict()
     if report.rows:
@@ -154,11 +205,19 @@ def _print_report(report: Report, json_path: str | None) -> None:
             print(f"kvquant eval: {row.label} is broken: mean KL {row.scores['kl_mean']:.2f} nats", file=sys.stderr)
         if row.is_untested:
             print(f"kvquant eval: {row.label} packed nothing in so few tokens; use more --tokens", file=sys.stderr)
-    if json_path is not None:
-        try:
-            Path(json_path).write_text(json.dumps(plain, indent=1) + "\n")
-        except OSError as error:
-            raise EvalError(f"json {json_path!r} cannot be written: {error}") from error
+    _write_json(json_path, plain)
+
+
+def _write_json(path: str | None, report: dict[str, Any]) -> None:
+    """Raises EvalError if the file cannot be written."""
+    from kvquant_evals.model import EvalError
+
+    if path is None:
+        return
+    try:
+        Path(path).write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise EvalError(f"json {path!r} cannot be written: {error}") from error
 
 
 def _check_writable(path: str | None) -> None:
