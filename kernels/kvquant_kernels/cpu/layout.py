@@ -64,7 +64,9 @@ class PartLayout:
 
     @property
     def head_stride(self) -> int:
-        return -(-(self.code_bytes + self.scale_bytes) // ALIGNMENT) * ALIGNMENT
+        # The last load of value codes may reach this far beyond them, even on the last page of a pool.
+        reach = 4 * (WORD_LANES - 1)
+        return -(-(self.code_bytes + max(self.scale_bytes, reach)) // ALIGNMENT) * ALIGNMENT
 
     @property
     def last(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from conformance import definition, left_padding_mask, states_for
 
 from kvquant import AttentionCall, QuantConfig, formats
+from kvquant.states import LayerStates
 from kvquant.testing import relative_errors
 from kvquant_kernels.cpu import library
 from kvquant_kernels.cpu.attend import KERNEL
@@ -111,6 +112,19 @@ def test_fully_masked_rows_give_zeros():
     assert (KERNEL.run(snapshot, call)[0] == 0).all()
 
 
+@pytest.mark.parametrize("page_size", [32, 96, 256, 512])
+@pytest.mark.parametrize("bits", [0, 1])
+def test_page_sizes_whose_sums_would_overflow_too(page_size, bits):
+    config = config_for(PAIRS[bits], page_size=page_size, rotation=False)
+    key, value = torch.randn(1, 1, 3 * page_size, 64), torch.rand(1, 1, 3 * page_size, 64)
+    value[..., 0] = 100.0  # the largest code throughout, under equal weights: the largest sum there can be
+    states = LayerStates(config, key * 0, value)
+    states.append(key * 0, value)
+    states.settle()
+    snapshot = states.append(key[:, :, :1], value[:, :, :1])
+    assert_every_variant(snapshot, AttentionCall(torch.randn(1, 1, 1, 64)))
+
+
 @pytest.mark.parametrize("options", [{"sinks": 0}, {"residual_length": 0}, {"sinks": 0, "residual_length": 0}], ids=str)
 def test_empty_sinks_and_tail(options):
     config = config_for(**options)
@@ -127,8 +141,6 @@ def test_a_bad_number_in_a_page_gives_nan_to_its_row_and_head_only(bad, part):
     snapshot = states_for(config, (2, 2, 333, 64))
     key, value = (snapshot.columns(i).clone() for i in (0, 1))
     (key, value)[part][1, 0, 100, 3] = bad
-    from kvquant.states import LayerStates
-
     states = LayerStates(config, key, value)
     states.append(key, value)
     states.settle()

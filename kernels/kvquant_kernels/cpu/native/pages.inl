@@ -10,7 +10,9 @@ struct PageReader : Task {
   PageReader(const KvqAttend& args, int64_t batch, int64_t head, int row, int count) : Task(args, batch, head, row, count) {
 #if KVQ_VNNI
     integer_keys = !a.exact && a.key.code == KVQ_INTEGER && a.key.per_channel;
-    integer_values = !a.exact && a.value.code == KVQ_INTEGER && !a.value.per_channel && groups <= kMostGroups;
+    const int64_t largest_code = a.value.bits == 8 ? 128 : (1 << a.value.bits) - 1;
+    const bool fits = a.page_size * largest_code * int64_t(kWeightLevels) <= std::numeric_limits<int32_t>::max();
+    integer_values = !a.exact && a.value.code == KVQ_INTEGER && !a.value.per_channel && groups <= kMostGroups && fits;
     bytes.resize(std::max(2 * int64_t(rows) * query_stride, 2 * int64_t(groups) * rows * tokens_at_most));
 #endif
   }
