@@ -20,10 +20,10 @@ SOURCES = Path(__file__).parent.resolve() / "kernels" / FOLDER
 LIBRARY = "libkvquant_cpu.so"
 
 # No -ffast-math, which would switch the whole process to flushing denormals; no -march=native, since wheels travel.
-# -Wno-maybe-uninitialized: GCC 12 warns about its own AVX512 headers.
+# -Wno-(maybe-)uninitialized: GCC 12 warns about its own AVX512 headers.
 FLAGS = (
     "-O3 -std=c++17 -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast "
-    "-fvisibility=hidden -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized"
+    "-fvisibility=hidden -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
 ).split()
 VARIANTS = {
     "x86_64": {

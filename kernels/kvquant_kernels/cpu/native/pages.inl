@@ -172,49 +172,69 @@ struct PageReader : Task {
       const float exact_middle = a.key.middle * sum_of(folded + r * query_stride, a.key.dim);
       q[r].offset = offset[r] + exact_middle - a.key.middle * q[r].step * float(total);
     }
-    const int block = a.key.dim / 4 * kWordLanes * 4;
-    for (int t = 0; t < a.page_size; t += kTokens, record += block) {
-      for (int r = 0; r < rows; r += rows_at_once<BITS>()) {
-        float* to = scores + r * tokens_at_most + t;
-        switch (std::min(rows_at_once<BITS>(), rows - r)) {
-          case 1: vnni_key_products<BITS, 1>(record, q + r, a.key.dim, to, tokens_at_most, r ? 0 : ahead); break;
-          case 2: vnni_key_products<BITS, 2>(record, q + r, a.key.dim, to, tokens_at_most, r ? 0 : ahead); break;
-          case 3: vnni_key_products<BITS, 3>(record, q + r, a.key.dim, to, tokens_at_most, r ? 0 : ahead); break;
-          default: vnni_key_products<BITS, rows_at_once<BITS>()>(record, q + r, a.key.dim, to, tokens_at_most, r ? 0 : ahead);
-        }
+    constexpr int kLines = lines_at_once<BITS>();
+    const int block = a.key.dim / 4 * kWordLanes * 4;  // bytes
+    int t = 0;
+    for (; t + kLines * kTokens <= a.page_size; t += kLines * kTokens, record += kLines * block)
+      integer_key_block<BITS, kLines>(record, q, t);
+    for (; t < a.page_size; t += kTokens, record += block) integer_key_block<BITS, 1>(record, q, t);
+  }
+
+  template <int BITS, int LINES>
+  void integer_key_block(const uint8_t* record, const RoundedQuery* q, int t) {
+    constexpr int kRows = rows_at_once<BITS>();
+    for (int r = 0; r < rows; r += kRows) {
+      float* to = scores + r * tokens_at_most + t;
+      const int64_t next = r ? 0 : ahead;
+      switch (std::min(kRows, rows - r)) {
+        case 1: vnni_key_products<BITS, 1, LINES>(record, q + r, a.key.dim, to, tokens_at_most, next); break;
+        case 2: vnni_key_products<BITS, 2, LINES>(record, q + r, a.key.dim, to, tokens_at_most, next); break;
+        case 3: vnni_key_products<BITS, 3, LINES>(record, q + r, a.key.dim, to, tokens_at_most, next); break;
+        default: vnni_key_products<BITS, kRows, LINES>(record, q + r, a.key.dim, to, tokens_at_most, next);
       }
     }
   }
 
   template <int BITS>
   void add_integer_values(const uint8_t* record) {
-    constexpr int kFields = 8 / BITS, kRows = rows_at_once<BITS>();
     float step[kMostGroups * kMostRows];
     uint8_t *high = bytes.data(), *low = high + int64_t(groups) * rows * tokens_at_most;
     round_page_weights<BITS>(step, high, low);
-    const int stride = fields * value_lanes, segment = std::min(words_per_row, a.value.group);
+    constexpr int kLines = lines_at_once<BITS>();
+    const int segment = std::min(words_per_row, a.value.group);
     for (int w = 0; w < words_per_row;) {
-      const int lanes = std::min(kWordLanes, segment - w % segment);
-      for (int r = 0; r < rows; r += kRows) {
-        const uint8_t *h[kFields], *l[kFields];
-        const float* s[kFields];
-        float* to[kFields];
-        for (int f = 0; f < kFields; f++) {
-          const int64_t at = int64_t((f * words_per_row + w) / a.value.group) * rows + r;
-          h[f] = high + at * tokens_at_most;
-          l[f] = low + at * tokens_at_most;
-          s[f] = step + at;
-          to[f] = packed + r * stride + f * value_lanes + w;
-        }
-        const uint8_t* words = record + 4 * w;
-        switch (std::min(kRows, rows - r)) {
-          case 1: vnni_value_products<BITS, 1>(words, words_per_row, a.page_size, h, l, tokens_at_most, s, to, stride, lanes, r ? 0 : ahead); break;
-          case 2: vnni_value_products<BITS, 2>(words, words_per_row, a.page_size, h, l, tokens_at_most, s, to, stride, lanes, r ? 0 : ahead); break;
-          case 3: vnni_value_products<BITS, 3>(words, words_per_row, a.page_size, h, l, tokens_at_most, s, to, stride, lanes, r ? 0 : ahead); break;
-          default: vnni_value_products<BITS, kRows>(words, words_per_row, a.page_size, h, l, tokens_at_most, s, to, stride, lanes, r ? 0 : ahead);
-        }
-      }
+      const int lanes = std::min(kLines * kWordLanes, segment - w % segment);
+      if (kLines == 1 || lanes > kWordLanes)
+        add_integer_lanes<BITS, kLines>(record, step, high, low, w, lanes);
+      else
+        add_integer_lanes<BITS, 1>(record, step, high, low, w, lanes);
       w += lanes;
+    }
+  }
+
+  template <int BITS, int LINES>
+  void add_integer_lanes(const uint8_t* record, const float* step, const uint8_t* high, const uint8_t* low, int w, int lanes) {
+    constexpr int kFields = 8 / BITS, kRows = rows_at_once<BITS>();
+    const int stride = fields * value_lanes, n = a.page_size, p_stride = tokens_at_most;
+    const uint8_t* words = record + 4 * w;
+    for (int r = 0; r < rows; r += kRows) {
+      const uint8_t *h[kFields], *l[kFields];
+      const float* s[kFields];
+      float* to[kFields];
+      for (int f = 0; f < kFields; f++) {
+        const int64_t at = int64_t((f * words_per_row + w) / a.value.group) * rows + r;
+        h[f] = high + at * p_stride;
+        l[f] = low + at * p_stride;
+        s[f] = step + at;
+        to[f] = packed + r * stride + f * value_lanes + w;
+      }
+      const int64_t next = r ? 0 : ahead;
+      switch (std::min(kRows, rows - r)) {
+        case 1: vnni_value_products<BITS, 1, LINES>(words, words_per_row, n, h, l, p_stride, s, to, stride, lanes, next); break;
+        case 2: vnni_value_products<BITS, 2, LINES>(words, words_per_row, n, h, l, p_stride, s, to, stride, lanes, next); break;
+        case 3: vnni_value_products<BITS, 3, LINES>(words, words_per_row, n, h, l, p_stride, s, to, stride, lanes, next); break;
+        default: vnni_value_products<BITS, kRows, LINES>(words, words_per_row, n, h, l, p_stride, s, to, stride, lanes, next);
+      }
     }
   }
 

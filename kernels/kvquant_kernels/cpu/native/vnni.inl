@@ -25,61 +25,79 @@ struct RoundedQuery {
   float step, offset;
 };
 
-// scores[r][t] = step * (q . codes) + offset for 16 * (8 / BITS) tokens.
-template <int BITS, int ROWS>
+// Lines of words that share the broadcasts of one step: two where a byte holds a single code, else one.
+template <int BITS>
+constexpr int lines_at_once() {
+  return BITS == 8 ? 2 : 1;
+}
+
+// scores[r][t] = step * (q . codes) + offset for LINES blocks of 16 * (8 / BITS) tokens.
+template <int BITS, int ROWS, int LINES>
 inline void vnni_key_products(const uint8_t* words, const RoundedQuery* q, int dim, float* scores, int stride, int64_t ahead) {
-  constexpr int kFields = 8 / BITS;
-  __m512i high[ROWS][kFields], low[ROWS][kFields];
+  constexpr int kFields = 8 / BITS, kBlocks = LINES * kFields;
+  __m512i high[ROWS][kBlocks], low[ROWS][kBlocks];
   for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kFields; f++) high[r][f] = low[r][f] = _mm512_setzero_si512();
+    for (int f = 0; f < kBlocks; f++) high[r][f] = low[r][f] = _mm512_setzero_si512();
   for (int i = 0; i < dim / 4; i++) {
-    const __m512i w = _mm512_loadu_si512(words + 64 * i);
-    prefetch(words + 64 * i + ahead);
-    __m512i code[kFields];
-    for (int f = 0; f < kFields; f++) code[f] = field_of<BITS>(w, f);
+    __m512i code[kBlocks];
+    for (int line = 0; line < LINES; line++) {
+      const uint8_t* at = words + 16 * dim * line + 64 * i;
+      const __m512i w = _mm512_loadu_si512(at);
+      prefetch(at + ahead);
+      for (int f = 0; f < kFields; f++) code[line * kFields + f] = field_of<BITS>(w, f);
+    }
     for (int r = 0; r < ROWS; r++) {
       const __m512i h = _mm512_set1_epi32(four_bytes(q[r].high + 4 * i)), l = _mm512_set1_epi32(four_bytes(q[r].low + 4 * i));
-      for (int f = 0; f < kFields; f++) {
+      for (int f = 0; f < kBlocks; f++) {
         high[r][f] = _mm512_dpbusd_epi32(high[r][f], code[f], h);
         low[r][f] = _mm512_dpbusd_epi32(low[r][f], code[f], l);
       }
     }
   }
   for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kFields; f++) {
+    for (int f = 0; f < kBlocks; f++) {
       const __m512i both = _mm512_add_epi32(_mm512_slli_epi32(high[r][f], 7), low[r][f]);
       const __m512 score = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), _mm512_set1_ps(q[r].step), _mm512_set1_ps(q[r].offset));
       _mm512_storeu_ps(scores + r * stride + 16 * f, score);
     }
 }
 
-// sum[f][r][lane] += step[f][r] * (weights . codes) for 16 channels of every field; codes of 8 bits less 128.
-template <int BITS, int ROWS>
+// sum[f][r][lane] += step[f][r] * (weights . codes) for LINES times 16 channels of every field, `lanes` in all; codes of
+// 8 bits less 128.
+template <int BITS, int ROWS, int LINES>
 inline void vnni_value_products(const uint8_t* words, int words_per_row, int tokens, const uint8_t* const* high,
                                 const uint8_t* const* low, int stride, const float* const* step, float* const* sum, int sum_stride,
                                 int lanes, int64_t ahead) {
   constexpr int kFields = 8 / BITS;
-  __m512i h[ROWS][kFields], l[ROWS][kFields];
+  __m512i h[ROWS][LINES][kFields], l[ROWS][LINES][kFields];
   for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kFields; f++) h[r][f] = l[r][f] = _mm512_setzero_si512();
+    for (int line = 0; line < LINES; line++)
+      for (int f = 0; f < kFields; f++) h[r][line][f] = l[r][line][f] = _mm512_setzero_si512();
   for (int i = 0; i < tokens / 4; i++) {
-    const uint8_t* at = words + int64_t(4) * i * words_per_row;
-    __m512i w = _mm512_loadu_si512(at);
-    prefetch(at + ahead);
-    if (BITS == 8) w = _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80));
-    for (int f = 0; f < kFields; f++) {
-      const __m512i code = field_of<BITS>(w, f);
-      for (int r = 0; r < ROWS; r++) {
-        h[r][f] = _mm512_dpbusd_epi32(h[r][f], _mm512_set1_epi32(four_bytes(high[f] + r * stride + 4 * i)), code);
-        l[r][f] = _mm512_dpbusd_epi32(l[r][f], _mm512_set1_epi32(four_bytes(low[f] + r * stride + 4 * i)), code);
-      }
+    __m512i w[LINES];
+    for (int line = 0; line < LINES; line++) {
+      const uint8_t* at = words + int64_t(4) * i * words_per_row + 64 * line;
+      w[line] = _mm512_loadu_si512(at);
+      prefetch(at + ahead);
+      if (BITS == 8) w[line] = _mm512_xor_si512(w[line], _mm512_set1_epi8((char)0x80));
     }
+    for (int f = 0; f < kFields; f++)
+      for (int r = 0; r < ROWS; r++) {
+        const __m512i ph = _mm512_set1_epi32(four_bytes(high[f] + r * stride + 4 * i));
+        const __m512i pl = _mm512_set1_epi32(four_bytes(low[f] + r * stride + 4 * i));
+        for (int line = 0; line < LINES; line++) {
+          const __m512i code = field_of<BITS>(w[line], f);
+          h[r][line][f] = _mm512_dpbusd_epi32(h[r][line][f], ph, code);
+          l[r][line][f] = _mm512_dpbusd_epi32(l[r][line][f], pl, code);
+        }
+      }
   }
-  const __mmask16 mask = (__mmask16)((1u << lanes) - 1);
   for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kFields; f++) {
-      float* to = sum[f] + r * sum_stride;
-      const __m512 product = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(h[r][f], 8), l[r][f]));
+    for (int i = 0; i < LINES * kFields; i++) {
+      const int line = i / kFields, f = i % kFields;
+      const __mmask16 mask = (__mmask16)((1u << std::min(16, lanes - 16 * line)) - 1);
+      float* to = sum[f] + r * sum_stride + 16 * line;
+      const __m512 product = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(h[r][line][f], 8), l[r][line][f]));
       const __m512 total = _mm512_fmadd_ps(product, _mm512_set1_ps(step[f][r]), _mm512_maskz_loadu_ps(mask, to));
       _mm512_mask_storeu_ps(to, mask, total);
     }
