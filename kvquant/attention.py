@@ -96,8 +96,23 @@ def _check(states: Snapshot, call: AttentionCall) -> None:
             f"query of {batch} rows and {heads} heads does not fit states of {held_batch} rows and {held_heads} "
             "KV heads: rows must be equal and query heads a multiple of KV heads"
         )
-    if call.mask is not None and call.mask.shape[-1] != states.kv_len:
-        raise ValueError(f"mask covers {call.mask.shape[-1]} columns, the states have {states.kv_len}")
+    dim, held_dim = call.query.shape[-1], states.chunk.key.shape[-1]
+    if dim != held_dim:
+        raise ValueError(f"query has head_dim {dim}, the keys have {held_dim}")
+    if call.sink_logits is not None and call.sink_logits.shape != (heads,):
+        raise ValueError(
+            f"sink_logits have shape {tuple(call.sink_logits.shape)}, not one for each of {heads} query heads"
+        )
+    if call.mask is not None:
+        _check_mask(call.mask, (batch, heads, call.query.shape[2]), states.kv_len)
+
+
+def _check_mask(mask: Tensor, rows: tuple[int, int, int], kv_len: int) -> None:
+    if mask.dim() == 0 or mask.shape[-1] != kv_len:
+        raise ValueError(f"mask of shape {tuple(mask.shape)} does not cover the {kv_len} columns of the states")
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape[:-1])
+    if mask.dim() > 4 or any(size not in (1, full) for size, full in zip(sizes, rows, strict=True)):
+        raise ValueError(f"mask of shape {tuple(mask.shape)} cannot be broadcast to {[*rows, kv_len]}")
 
 
 def _attend_dequantized(states: Snapshot, call: AttentionCall) -> Tensor:
@@ -175,7 +190,11 @@ def _masked(scores: Tensor, columns: Tensor, group: RowGroup, call: AttentionCal
     mask = call.mask[(None,) * (4 - call.mask.dim())]
     mask = (mask if mask.shape[0] == 1 else _rows_of(mask, group.rows))[..., columns]
     mask = mask.unflatten(1, (1, 1) if mask.shape[1] == 1 else scores.shape[1:3])
-    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -torch.inf)
+    bias = mask.clamp_min(torch.finfo(scores.dtype).min).to(scores.dtype)  # what is finite stays so
+    masked: Tensor = (scores + bias).masked_fill(mask == -torch.inf, -torch.inf)  # also where a score is NaN
+    return masked
 
 
 class _RunningSoftmax:

@@ -138,10 +138,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
     print(f"kvquant {__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
     for found in kernel.discover():
-        reason = found.missing()
+        reason = found.missing() or (kernel.is_switched_off() and f"{kernel.SWITCH}=off")
         print(f"{found.name} ({found.device_type}): {f'not used: {reason}' if reason else found.describe()}")
-    if kernel.is_switched_off():
-        print(f"all kernels are switched off by {kernel.SWITCH}=off")
     print("reference (any device): plain PyTorch, for what no kernel takes")
     return 0
 

@@ -185,8 +185,35 @@ def test_query_or_mask_that_do_not_fit_are_refused():
         attend(snapshot, AttentionCall(torch.randn(3, 4, 1, 16)))
     with pytest.raises(ValueError, match="query heads a multiple of KV heads"):
         attend(snapshot, AttentionCall(torch.randn(2, 3, 1, 16)))
-    with pytest.raises(ValueError, match="mask covers 202 columns, the states have 203"):
+    with pytest.raises(ValueError, match="query has head_dim 8, the keys have 16"):
+        attend(snapshot, AttentionCall(torch.randn(2, 4, 1, 8)))
+    with pytest.raises(ValueError, match=r"sink_logits have shape \(8,\), not one for each of 4 query heads"):
+        attend(snapshot, AttentionCall(torch.randn(2, 4, 1, 16), sink_logits=torch.randn(8)))
+    with pytest.raises(ValueError, match=r"mask of shape \(2, 1, 1, 202\) does not cover the 203 columns"):
         attend(snapshot, AttentionCall(torch.randn(2, 4, 1, 16), torch.ones(2, 1, 1, 202, dtype=torch.bool)))
+    for shape in ((3, 1, 1, 203), (2, 2, 1, 203), (2, 8, 1, 203), (2, 1, 5, 203), (1, 2, 1, 1, 203)):
+        with pytest.raises(ValueError, match=r"cannot be broadcast to \[2, 4, 1, 203\]"):
+            attend(snapshot, AttentionCall(torch.randn(2, 4, 1, 16), torch.zeros(shape)))
+
+
+@pytest.mark.parametrize("shape", [(203,), (1, 203), (2, 1, 1, 203), (4, 1, 203), (1, 4, 3, 203)])
+def test_masks_of_fewer_dimensions_are_broadcast(shape):
+    snapshot = states_for(config_for(), chunk=3)
+    call = AttentionCall(torch.randn(2, 4, 3, 16), torch.rand(shape) < 0.7)
+    assert_close(attend(snapshot, call), expected(snapshot, call))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_bad_key_that_is_masked_out_does_no_harm(kind):
+    key = torch.randn(1, 2, 60, 16)
+    key[:, :, 30, 2] = math.nan
+    states = LayerStates(config_for(INT4_PER_TOKEN), key, torch.randn(1, 2, 60, 16))
+    states.append(key, torch.randn(1, 2, 60, 16))
+    states.settle()
+    snapshot = states.append(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16))
+    mask = (torch.arange(61) != 30)[None, None, None]
+    mask = mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
+    assert attend(snapshot, AttentionCall(torch.randn(1, 2, 1, 16), mask)).isfinite().all()
 
 
 def test_row_starts_from_bool_and_float_masks():

@@ -1,5 +1,6 @@
 """How kernels are found and chosen, and that results do not depend on the choice."""
 
+import ctypes.util
 import logging
 import subprocess
 import sys
@@ -95,4 +96,10 @@ print(F.scaled_dot_product_attention(x[:, :, :1], *cache.update(x[:, :, :1], x[:
         [sys.executable, "-c", code], capture_output=True, text=True, env={"KVQUANT_CPU_LIBRARY": "/nowhere.so"}
     )
     assert run.stdout == "True\n"
-    assert run.stderr.count("cpu attention is not used: nowhere.so was not built") == 1
+    reason = "there is no nowhere.so: KVQUANT_CPU_LIBRARY names no file"
+    assert run.stderr.count(f"cpu attention is not used: {reason}") == 1
+
+
+def test_a_library_that_is_not_ours_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setenv("KVQUANT_CPU_LIBRARY", ctypes.util.find_library("m") and torch._C.__file__)
+    assert "cannot be loaded: " in library.load.__wrapped__().reason

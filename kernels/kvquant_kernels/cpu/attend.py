@@ -16,6 +16,7 @@ from kvquant.snapshot import KV, RowGroup, Snapshot
 from kvquant_kernels.cpu import layout, library
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LEAST_MASK = torch.finfo(torch.float32).min / 2
 _FLOAT_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
@@ -136,8 +137,10 @@ class _Arguments:
         mask = call.mask[(None,) * (4 - call.mask.dim())]
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        else:  # finite also after the change to base 2
+            mask = mask.clamp_min(_LEAST_MASK).to(torch.float32).masked_fill(mask == -torch.inf, -torch.inf)
         q_len = call.query.shape[2]
-        per_head = mask.to(torch.float32).expand(-1, -1, q_len, -1)
+        per_head = mask.expand(-1, -1, q_len, -1)
         if per_head.shape[1] > 1:
             per_head = per_head.unflatten(1, (heads, -1)).flatten(2, 3)  # [B, Hkv, n_rep * Q, KV]
         else:

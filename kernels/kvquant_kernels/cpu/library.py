@@ -12,6 +12,8 @@ from pathlib import Path
 import torch  # noqa: F401  # first, for its OpenMP runtime: the library has none of its own, so that there is one thread pool
 
 LIBRARY = "libkvquant_cpu.so"
+VARIABLE = "KVQUANT_CPU_LIBRARY"  # the environment variable that names another file
+ABI = 2  # KVQ_ABI of native/kvq.h
 
 
 class Part(Structure):
@@ -70,15 +72,17 @@ class Missing:
 @cache
 def load() -> Library | Missing:
     """The native library, or why it cannot be used here."""
-    path = Path(os.environ.get("KVQUANT_CPU_LIBRARY") or Path(__file__).parent / "native" / LIBRARY)
+    given = os.environ.get(VARIABLE)
+    path = Path(given) if given else Path(__file__).parent / "native" / LIBRARY
     if not path.exists():
-        return Missing(f"{path.name} was not built: no C++ compiler was found when kvquant was installed")
+        reason = f"{VARIABLE} names no file" if given else "no C++ compiler was found, or it failed, at installation"
+        return Missing(f"there is no {path.name}: {reason}")
     try:
         handle = ctypes.CDLL(str(path))
-    except OSError as error:
+        found = [handle.kvq_abi(i) for i in range(4)]
+    except (OSError, AttributeError) as error:
         return Missing(f"{path.name} cannot be loaded: {error}")
-    sizes = [handle.kvq_abi(i) for i in range(3)]
-    if sizes != [ctypes.sizeof(structure) for structure in (Attend, Part, Segment)]:
+    if found != [ABI, *(ctypes.sizeof(structure) for structure in (Attend, Part, Segment))]:
         return Missing(f"{path.name} belongs to another version of kvquant; install it again")
     best = handle.kvq_best_variant()
     if best < 0:

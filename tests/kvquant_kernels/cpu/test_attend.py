@@ -103,6 +103,51 @@ def test_softcap_and_sink_logits(softcap, has_sinks):
     assert_every_variant(snapshot, AttentionCall(torch.randn(2, 8, 2, 64), None, False, 0.2, softcap, sinks))
 
 
+@pytest.mark.parametrize("pair", PAIRS[:3], ids=lambda pair: pair[0].name)
+@pytest.mark.parametrize("magnitude", [1.0, 0.1])
+def test_long_contexts_are_as_exact_as_short_ones(pair, magnitude):
+    snapshot = states_for(config_for(pair, page_size=128), (1, 1, 16_000, 64), outlier=1)
+    assert_every_variant(snapshot, AttentionCall(magnitude * torch.randn(1, 2, 1, 64)))
+
+
+@pytest.mark.parametrize("pair", [PAIRS[0], PAIRS[5], PAIRS[6]], ids=lambda pair: pair[0].name)
+def test_flushing_denormals_changes_nothing(pair):
+    key, value = torch.randn(2, 1, 1, 333, 64).unbind(0)
+    states = LayerStates(config_for(pair), key, value)
+    states.append(key, value * 1e-3)
+    states.settle()
+    snapshot = states.append(key[:, :, :1], value[:, :, :1] * 1e-3)
+    call = AttentionCall(torch.randn(1, 2, 1, 64))
+    reference = definition(snapshot, call)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        assert_every_variant(snapshot, call, reference)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_bad_key_that_is_masked_out_does_no_harm():
+    key, value = torch.randn(2, 1, 1, 333, 64).unbind(0)
+    key[:, :, 100, 3], key[:, :, 330, 3] = math.nan, math.inf
+    config = config_for((formats.INT4_PER_TOKEN, formats.INT4_PER_TOKEN))
+    states = LayerStates(config, key, value)
+    states.append(key, value)
+    states.settle()
+    mask = torch.ones(1, 1, 1, 334, dtype=torch.bool)
+    mask[..., 100] = mask[..., 330] = False
+    call = AttentionCall(torch.randn(1, 2, 1, 64), mask)
+    assert KERNEL.run(states.append(value[:, :, :1], value[:, :, :1]), call).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_masked_with_the_least_finite_number_give_the_mean(dtype):
+    snapshot = states_for(config_for(), (1, 2, 333, 64))
+    mask = torch.full((1, 1, 1, 333), torch.finfo(dtype).min, dtype=dtype)
+    mean = snapshot.columns(1).double().mean(dim=2, keepdim=True).repeat_interleave(4, dim=1)
+    assert_every_variant(snapshot, AttentionCall(torch.randn(1, 8, 1, 64), mask), mean)
+
+
 def test_fully_masked_rows_give_zeros():
     mask = torch.ones(2, 1, 1, 333, dtype=torch.bool)
     mask[0] = False

@@ -33,7 +33,10 @@ KVQ_EXPORT int kvq_best_variant() {
 #endif
 }
 
-// Sizes that Python's view of the structs must have.
-KVQ_EXPORT int kvq_abi(int what) { return what == 0 ? sizeof(KvqAttend) : what == 1 ? sizeof(KvqPart) : sizeof(KvqSegment); }
+// The version, and the sizes that Python's view of the structs must have.
+KVQ_EXPORT int kvq_abi(int what) {
+  const int found[] = {KVQ_ABI, sizeof(KvqAttend), sizeof(KvqPart), sizeof(KvqSegment)};
+  return found[what];
+}
 
 KVQ_EXPORT void kvq_attend(const KvqAttend* a, int variant) { kAttend[variant](*a); }

@@ -2,6 +2,9 @@
 #pragma once
 #include <cstdint>
 
+// Goes up with every change of what the fields mean or of how pages are laid out.
+#define KVQ_ABI 2
+
 enum KvqCode : int32_t { KVQ_INTEGER = 0, KVQ_E4M3 = 1, KVQ_E5M2 = 2 };
 enum KvqDtype : int32_t { KVQ_F32 = 0, KVQ_BF16 = 1, KVQ_F16 = 2 };
 

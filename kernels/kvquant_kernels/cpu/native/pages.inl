@@ -89,22 +89,21 @@ struct PageReader : Task {
   template <int CODE, int BITS>
   void add_values(const uint8_t* record) {
     load_scales(a.value, record);
+    std::fill_n(page, rows * fields * value_lanes, 0.f);
 #if KVQ_VNNI
     if constexpr (CODE == KVQ_INTEGER)
       if (integer_values) return add_integer_values<BITS>(record);
 #endif
     fold_token_scales();
-    float* const target = a.value.per_channel ? page : packed;
-    if (a.value.per_channel) std::fill_n(page, rows * fields * value_lanes, 0.f);
     const int segment = a.value.per_channel ? words_per_row : std::min(words_per_row, a.value.group);
     for (int first = 0; first < words_per_row; first += segment)
       for (int w = first; w < first + segment; w += LANES)
-        add_lanes<CODE, BITS>(record, target, w, std::min(LANES, first + segment - w));
-    if (a.value.per_channel) add_channel_scaled();
+        add_lanes<CODE, BITS>(record, w, std::min(LANES, first + segment - w));
+    add_page();
   }
 
   template <int CODE, int BITS>
-  void add_lanes(const uint8_t* record, float* target, int w, int lanes) {
+  void add_lanes(const uint8_t* record, int w, int lanes) {
     constexpr int kFields = 8 / BITS;
     const int stride = fields * value_lanes;
     for (int r = 0; r < rows; r += kGroupOfRows) {
@@ -113,7 +112,7 @@ struct PageReader : Task {
       for (int f = 0; f < kFields; f++) {
         const int group = a.value.per_channel ? 0 : (f * words_per_row + w) / a.value.group;
         p[f] = weights + (int64_t(group) * rows + r) * tokens_at_most;
-        sum_of[f] = target + r * stride + f * value_lanes + w;
+        sum_of[f] = page + r * stride + f * value_lanes + w;
       }
       const uint8_t* words = record + 4 * w;
       switch (std::min(kGroupOfRows, rows - r)) {
@@ -136,20 +135,33 @@ struct PageReader : Task {
         }
         const float *scale = scales + g * a.page_size, *zero = zeros + g * a.page_size;
         for (int t = 0; t < a.page_size; t++) w[t] = p[t] * scale[t];
-        bias[r * groups + g] += dot(p, zero, a.page_size);
+        bias[r * groups + g] = dot(p, zero, a.page_size);
       }
   }
 
-  void add_channel_scaled() {
-    const int stride = fields * value_lanes;
+  // Adds one page's sums with what its zero points contribute. Page by page, since the two nearly cancel: summed apart
+  // over a long context they would leave their rounding errors behind.
+  void add_page() {
+    const int segment = a.value.per_channel ? words_per_row : std::min(words_per_row, a.value.group);
     for (int r = 0; r < rows; r++) {
-      const float total = sum_of(scores + r * tokens_at_most, a.page_size);
-      for (int f = 0; f < fields; f++)
-        for (int w = 0; w < words_per_row; w++) {
-          const int d = f * words_per_row + w, at = r * stride + f * value_lanes + w;
-          packed[at] += page[at] * scales[d] + total * zeros[d];
-        }
+      const float total = a.value.per_channel ? sum_of(scores + r * tokens_at_most, a.page_size) : 0.f;
+      for (int f = 0; f < fields; f++) {
+        const int row = (r * fields + f) * value_lanes, channel = f * words_per_row;
+        if (a.value.per_channel)
+          add_scaled(packed + row, page + row, scales + channel, zeros + channel, total);
+        else
+          for (int w = 0; w < words_per_row; w += segment)
+            add_shifted(packed + row + w, page + row + w, segment, bias[r * groups + (channel + w) / a.value.group]);
+      }
     }
+  }
+
+  void add_scaled(float* __restrict to, const float* __restrict from, const float* scale, const float* zero, float total) const {
+    for (int w = 0; w < words_per_row; w++) to[w] += from[w] * scale[w] + total * zero[w];
+  }
+
+  static void add_shifted(float* __restrict to, const float* __restrict from, int n, float shift) {
+    for (int w = 0; w < n; w++) to[w] += from[w] + shift;
   }
 
 #if KVQ_VNNI
@@ -210,6 +222,7 @@ struct PageReader : Task {
         add_integer_lanes<BITS, 1>(record, step, high, low, w, lanes);
       w += lanes;
     }
+    add_page();
   }
 
   template <int BITS, int LINES>
@@ -226,7 +239,7 @@ struct PageReader : Task {
         h[f] = high + at * p_stride;
         l[f] = low + at * p_stride;
         s[f] = step + at;
-        to[f] = packed + r * stride + f * value_lanes + w;
+        to[f] = page + r * stride + f * value_lanes + w;
       }
       const int64_t next = r ? 0 : ahead;
       switch (std::min(kRows, rows - r)) {
@@ -252,7 +265,7 @@ struct PageReader : Task {
         int64_t total;
         step[at] = round_weights(w, a.page_size, high + at * tokens_at_most, low + at * tokens_at_most, &total);
         const float exact_middle = a.value.middle * sum_of(w, a.page_size);
-        bias[r * groups + g] += dot(p, zero, a.page_size) + exact_middle - middle * step[at] * float(total);
+        bias[r * groups + g] = dot(p, zero, a.page_size) + exact_middle - middle * step[at] * float(total);
       }
     }
   }

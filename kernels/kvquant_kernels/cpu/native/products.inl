@@ -7,10 +7,12 @@ constexpr int kGroupOfRows = 4;  // rows whose products share one unpacking of t
 template <int CODE, int BITS>
 inline Vf decode(Vi words, int e, int f) {
   if (CODE == KVQ_INTEGER) return to_float((words >> (8 * e + BITS * f)) & ((1 << BITS) - 1));
-  const Vi byte = words >> (8 * e);
-  const int shift = CODE == KVQ_E4M3 ? 20 : 21;
-  const float bias = CODE == KVQ_E4M3 ? 0x1p120f : 0x1p112f;
-  return bits_of<Vf>(((byte & 0x7f) << shift) | ((byte & 0x80) << 24)) * bias;
+  constexpr int kMantissa = CODE == KVQ_E4M3 ? 3 : 2, kBias = CODE == KVQ_E4M3 ? 120 : 112;
+  constexpr float kStep = CODE == KVQ_E4M3 ? 0x1p-9f : 0x1p-16f;  // between subnormal codes
+  const Vi byte = words >> (8 * e), magnitude = byte & 0x7f;
+  const Vf normal = bits_of<Vf>((magnitude << (23 - kMantissa)) + (kBias << 23));
+  const Vf x = magnitude < (1 << kMantissa) ? to_float(magnitude) * kStep : normal;
+  return bits_of<Vf>(bits_of<Vi>(x) | ((byte & 0x80) << 24));
 }
 
 // scores[r][t] = sum over channels first..last-1 of q[r][d] * code(t, d), for 16 * (8 / BITS) tokens.

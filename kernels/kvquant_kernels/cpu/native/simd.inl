@@ -23,10 +23,12 @@ inline To bits_of(From x) {
   return y;
 }
 
+// No step of it goes through a denormal float, which the process may have been told to flush to zero.
 inline float half_to_float(uint16_t half) {
   const uint32_t magnitude = uint32_t(half & 0x7fff) << 13, sign = uint32_t(half & 0x8000) << 16;
-  const bool is_special = (half & 0x7c00) == 0x7c00;  // infinity or NaN
-  const float x = is_special ? bits_of<float>(magnitude | 0x7f800000u) : bits_of<float>(magnitude) * 0x1p112f;
+  const bool is_special = (half & 0x7c00) == 0x7c00, is_subnormal = (half & 0x7c00) == 0;
+  const float normal = bits_of<float>(magnitude + (is_special ? 0x70000000u : 0x38000000u));
+  const float x = is_subnormal ? float(half & 0x03ff) * 0x1p-24f : normal;
   return bits_of<float>(bits_of<uint32_t>(x) | sign);
 }
 

@@ -1,6 +1,7 @@
 // One task: the running softmax of some query rows of one KV head over a part of its columns.
 
 constexpr int kMostRows = 16;  // query rows of one task
+constexpr int kMostLanes = 16;
 
 // Its state, the scratch of one block of tokens, and how exact segments are added. Pages are added by PageReader.
 struct Task {
@@ -12,7 +13,8 @@ struct Task {
   float *query, *rotated_query, *folded, *offset;  // [rows][dim] three times, [rows]
   float *scores, *weights;      // [rows][tokens], [groups][rows][tokens]
   float *max, *sum, *plain;     // of the softmax so far: [rows] twice, [rows][value dim] of exact values
-  float *packed, *bias, *page;  // of page values: [rows][fields][lanes], [rows][groups], as packed for one page
+  float *packed;                // sums of page values so far: [rows][fields][lanes]
+  float *page, *bias;           // the same of one page, and what its zero points add: [rows][groups]
   float *scales, *zeros;        // of one page, in float32
 
   Task(const KvqAttend& args, int64_t batch, int64_t head, int row, int count)
@@ -20,7 +22,7 @@ struct Task {
     tokens_at_most = int(std::max(align16(a.page_size), int64_t(128)));
     fields = 8 / a.value.bits;
     words_per_row = a.value.dim / fields;
-    value_lanes = int(align16(words_per_row));
+    value_lanes = int(align16(words_per_row)) + kMostLanes;  // a load may begin at the last word
     groups = a.value.per_channel ? 1 : a.value.dim / a.value.group;
     const int dim = int(align16(a.key.dim)), value_dim = int(align16(a.value.dim));
     const int key_scales = a.key.per_channel ? dim : a.key.dim / a.key.group * a.page_size;
@@ -81,7 +83,7 @@ struct Task {
       }
       if (a.mask) {
         const float* m = a.mask + b * a.mask_stride[0] + h * a.mask_stride[1] + (first_row + r) * a.mask_stride[2] + column;
-        for (int t = 0; t < tokens; t++) s[t] += m[t] * kLog2e;
+        for (int t = 0; t < tokens; t++) s[t] = m[t] == kMinusInf ? kMinusInf : s[t] + m[t] * kLog2e;
       }
       const int padded = int(align16(tokens));
       std::fill(s + tokens, s + padded, kMinusInf);
@@ -125,7 +127,6 @@ struct Task {
     sum[r] *= keep;
     for (int d = 0; d < a.value.dim; d++) plain[r * plain_stride + d] *= keep;
     for (int d = 0; d < fields * value_lanes; d++) packed[r * fields * value_lanes + d] *= keep;
-    for (int g = 0; g < groups; g++) bias[r * groups + g] *= keep;
   }
 
   template <class LoadRow>
@@ -160,8 +161,7 @@ struct Task {
       memcpy(out + 2, plain + r * plain_stride, dim * sizeof(float));
       for (int d = 0; d < dim; d++) {
         const int f = d / words_per_row, w = d % words_per_row;
-        const float from_zeros = a.value.per_channel ? 0.f : bias[r * groups + d / a.value.group];
-        out[2 + dim + d] = packed[(r * fields + f) * value_lanes + w] + from_zeros;
+        out[2 + dim + d] = packed[(r * fields + f) * value_lanes + w];
       }
     }
   }
