@@ -115,7 +115,7 @@ def _time(options: argparse.Namespace, subject: Any) -> None:
     shape = bench.Shape()
     timings = bench.time_attention(shape, contexts, bits, threads, options.rounds)
     for dtype in (torch.bfloat16, torch.float32):
-        subject.model.to(dtype)
+        subject.model.to("cpu", dtype)
         timings += bench.time_decoding(subject, contexts, bits, threads, options.rounds)
     report = bench.report(timings, shape, subject.source.name)
     print(table.bench_caption(report))

@@ -50,15 +50,12 @@ def attention_forward(
     if position_bias is not None:
         mask, is_causal = _with_bias(position_bias, mask, is_causal, query.shape[2], key.shape[2]), False
     pair = paired(key, value)
-    states = Snapshot.of(*_plain(key, value)) if pair is None else pair[1]
+    # contiguous() also dequantizes a lazy tensor that has come without its partner.
+    states = Snapshot.of(key.contiguous(), value.contiguous()) if pair is None else pair[1]
     out = attend(states, AttentionCall(query, mask, is_causal, scaling, softcap, s_aux))
     if pair is not None:
         learn_starts(*pair, attention_mask)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _plain(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    return key.contiguous(), value.contiguous()  # a lazy tensor without its partner is dequantized here
 
 
 def _with_bias(bias: Tensor, mask: Tensor | None, is_causal: bool, q_len: int, kv_len: int) -> Tensor:

@@ -142,8 +142,8 @@ def _packed_attention(shape: Shape, context: int, bits: Any) -> Callable[[], Ten
 
 
 def _decoding(subject: Subject, cache: Cache, context: int) -> Callable[[], Any]:
-    model, config = subject.model, subject.source.config
-    heads = config.num_key_value_heads
+    model, config = subject.model, subject.source.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for layer in range(config.num_hidden_layers):
         states = torch.randn(1, heads, context, dim, dtype=model.dtype)

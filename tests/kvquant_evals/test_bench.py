@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from families import tiny_model
 
 from kvquant.cli import main
 from kvquant_evals import bench, table
 from kvquant_evals.bench import Shape, Timing
+from kvquant_evals.model import Source, Subject
 
 
 def test_every_contender_is_timed_at_every_context_and_thread_count():
@@ -31,6 +33,17 @@ def test_contenders_compute_the_same_attention():
     for out in outs[1:]:
         # bfloat16 weights have 8 bits, and some 50 of them are summed.
         assert (out - outs[0]).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+def test_decoding_is_timed_for_models_with_and_without_grouped_heads(family):
+    model = tiny_model(family, "sdpa")
+    subject = Subject(Source(family, {}, model.config, None), model)
+    timings = bench.time_decoding(subject, [300], [4], [1], rounds=2)
+    assert [(timing.kind, timing.contender) for timing in timings] == [
+        ("decoding, float32", "DynamicCache"),
+        ("decoding, float32", "kvquant 4"),
+    ]
 
 
 def test_median_and_spread_of_the_middle_half():

@@ -25,6 +25,8 @@ SMALL = {
 # A window that 300 tokens pass, and one layer of each kind.
 SLIDING = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
 GPT2 = {
+    "num_key_value_heads": DROP,
+    "head_dim": DROP,
     "n_embd": 64,
     "n_layer": 2,
     "n_head": 4,

@@ -21,7 +21,7 @@ _FLOAT_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
 class CpuAttention:
-    """Attention in float32 arithmetic, by the native library."""
+    """Attention by the native library: in float32, or in integers where the processor and the precision allow."""
 
     name = "cpu attention"
     device_type = "cpu"
