@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvquant.config import QuantConfig
@@ -43,6 +45,27 @@ class Row(NamedTuple):
 
     start: int
     pages: tuple[Page, ...]
+
+
+class Rows(tuple[Row, ...]):
+    """The rows of a batch, in the form that kernels read; a value, whose tables are made once."""
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int32 [B]"""
+        return torch.tensor([row.start for row in self], dtype=torch.int32)
+
+    @cached_property
+    def num_pages(self) -> Tensor:
+        """int32 [B]"""
+        return torch.tensor([len(row.pages) for row in self], dtype=torch.int32)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """int32 [B, most pages of a row]: the page tables as slots of the pool, filled up with slot 0."""
+        longest = max(len(row.pages) for row in self)
+        slots = [[page.index for page in row.pages] + [0] * (longest - len(row.pages)) for row in self]
+        return torch.tensor(slots, dtype=torch.int32)
 
 
 class RowGroup(NamedTuple):
@@ -86,7 +109,7 @@ class Snapshot:
 
     config: QuantConfig
     settled: int
-    rows: tuple[Row, ...]
+    rows: Rows
     sinks: KV | None
     pool: PagePool | None
     tail: KV
@@ -96,7 +119,7 @@ class Snapshot:
     def of(key: Tensor, value: Tensor) -> Snapshot:
         """States that are plain tensors: keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv], all exact."""
         chunk = KV(key, value)
-        return Snapshot(QuantConfig(), 0, (Row(0, ()),) * key.shape[0], None, None, chunk.tokens(0, 0), chunk)
+        return Snapshot(QuantConfig(), 0, Rows((Row(0, ()),) * key.shape[0]), None, None, chunk.tokens(0, 0), chunk)
 
     @property
     def kv_len(self) -> int:

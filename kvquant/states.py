@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from kvquant.config import QuantConfig
 from kvquant.kernel import choose_layout
 from kvquant.layout import PagePart, StateShape
 from kvquant.pages import Page, PagePool
-from kvquant.snapshot import KV, RUN_PAGES, Row, RowGroup, Snapshot, group_rows, tail_start
+from kvquant.snapshot import KV, RUN_PAGES, Row, RowGroup, Rows, Snapshot, group_rows, tail_start
 from kvquant.tail import Tail, empty_like
 
 
@@ -33,11 +33,11 @@ class LayerStates:
             fmt.resolve_group_size(config.page_size, part.shape[-1])
         self.config = config
         self._last_snapshot: Snapshot | None = None
-        self._rows: tuple[Row, ...] = (Row(0, ()),) * key.shape[0]
+        self._set_rows((Row(0, ()),) * key.shape[0])
         self._settled = 0
         self._sinks: KV | None = None
         self._pool: PagePool | None = None
-        self._chunk = KV(empty_like(key, 0), empty_like(value, 0))
+        self._no_chunk = self._chunk = KV(empty_like(key, 0), empty_like(value, 0))
         self._tail = Tail.copy_of(self._chunk, config)
         self._chunk_positions: Tensor | None = None
 
@@ -73,7 +73,7 @@ class LayerStates:
         """
         if self._chunk.num_tokens == 0 or (chunk is not None and chunk is not self._chunk):
             return
-        self._last_snapshot = None
+        self._last_snapshot, before = None, self._rows
         if starts is None:
             starts = self._starts_from_positions()
         if starts is not None and self.is_open:
@@ -81,10 +81,12 @@ class LayerStates:
         with torch.no_grad():
             self._tail = self._tail.extended(self._chunk)
             self._settled = self.kv_len
-            self._chunk, self._chunk_positions = KV(*(empty_like(part, 0) for part in self._chunk)), None
-            for group in group_rows(self._rows):
-                self._seal_due(group)
-            self._trim_tail()
+            self._chunk, self._chunk_positions = self._no_chunk, None
+            if self._settled >= self._due_at:
+                for group in group_rows(self._rows):
+                    self._seal_due(group)
+            if self._rows is not before or self._tail.room == 0:
+                self._trim_tail()
 
     @property
     def is_open(self) -> bool:
@@ -99,7 +101,7 @@ class LayerStates:
         self.settle()
         length = max(0, self._settled - num_tokens)
         before, self._last_snapshot = self.snapshot(), None
-        self._rows = tuple(_cropped(row, length, self.config) for row in self._rows)
+        self._set_rows(_cropped(row, length, self.config) for row in self._rows)
         self._settled = length
         if not any(row.pages for row in self._rows):
             self._sinks = None
@@ -115,10 +117,10 @@ class LayerStates:
         self._last_snapshot = None
         order = rows.tolist() if isinstance(rows, Tensor) else list(rows)
         index = torch.tensor(order, dtype=torch.long, device=self._tail.states.key.device)
-        self._rows = tuple(self._rows[i] for i in order)
+        self._set_rows(self._rows[i] for i in order)
         self._sinks = None if self._sinks is None else _index_rows(self._sinks, index)
         self._tail = Tail.copy_of(_index_rows(self._tail.states, index), self.config)
-        self._chunk = _index_rows(self._chunk, index)
+        self._no_chunk = self._chunk = _index_rows(self._chunk, index)
 
     @property
     def batch_size(self) -> int:
@@ -149,10 +151,18 @@ class LayerStates:
                 f"key_states have {key.shape[-2]} tokens and value_states {value.shape[-2]}; give equally many"
             )
 
+    def _set_rows(self, rows: Iterable[Row]) -> None:
+        config, self._rows = self.config, Rows(rows)
+        needed = config.residual_length + config.page_size  # beyond the sinks
+        firsts = (
+            tail_start(config, group) + (0 if group.num_pages else config.sinks) for group in group_rows(self._rows)
+        )
+        self._due_at = min(firsts, default=0) + needed  # the number of columns at which a page is to be sealed
+
     def _open_rows(self, starts: Sequence[int]) -> None:
         """Sets where rows without a token start, within the chunk."""
         first, last = self._settled, self.kv_len
-        self._rows = tuple(
+        self._set_rows(
             Row(min(max(start, first), last), ()) if row.start == first else row
             for row, start in zip(self._rows, starts, strict=True)
         )
@@ -171,7 +181,7 @@ class LayerStates:
     def _reopen_padding(self, positions: list[list[int]]) -> None:
         """A row's only token was padding after all if the next one is at position 0 as well."""
         first = self._settled
-        self._rows = tuple(
+        self._set_rows(
             Row(first, ()) if row.start == first - 1 and ids[0] == 0 else row
             for row, ids in zip(self._rows, positions, strict=True)
         )
@@ -189,7 +199,7 @@ class LayerStates:
             self._set_sinks(group, tail.tokens(offset, offset + sinks))
         new_pages = self._seal(tail.tokens(offset + sinks, offset + sinks + due * config.page_size))
         grown = {i: table + tuple(pages) for i, table, pages in zip(group.rows, group.tables, new_pages, strict=True)}
-        self._rows = tuple(row._replace(pages=grown.get(i, row.pages)) for i, row in enumerate(self._rows))
+        self._set_rows(row._replace(pages=grown.get(i, row.pages)) for i, row in enumerate(self._rows))
 
     def _set_sinks(self, group: RowGroup, sinks: KV) -> None:
         held = self._sinks or KV(*(part.new_zeros(self.batch_size, *part.shape[1:]) for part in sinks))

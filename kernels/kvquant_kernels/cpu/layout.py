@@ -6,13 +6,15 @@ That is the order in which vector registers unpack and multiply them, without su
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvquant.codec import Quantized
-from kvquant.formats import QuantFormat
+from kvquant.formats import FloatGrid, QuantFormat
 from kvquant.layout import PagePart, StateShape
+from kvquant_kernels.cpu import library
 
 WORD_LANES = 16
 ALIGNMENT = 64  # bytes; a cache line
@@ -44,6 +46,11 @@ class PartLayout:
         return self.fmt.resolve_group_size(self.shape.page_size, self.shape.head_dim)
 
     @property
+    def block(self) -> int:
+        """Channels of values that are multiplied with the same weights: those of a group, or all."""
+        return self.shape.head_dim if self.fmt.granularity == "per_channel" else self.group
+
+    @property
     def num_scales(self) -> int:
         per_token = self.shape.page_size * (self.shape.head_dim // self.group)
         return self.shape.head_dim if self.fmt.granularity == "per_channel" else per_token
@@ -72,6 +79,24 @@ class PartLayout:
     def last(self) -> int:
         return self.first + self.shape.num_heads * self.head_stride
 
+    @cached_property
+    def structure(self) -> library.Part:
+        """What native code has to know of this part."""
+        grid = self.fmt.grid
+        code = library.FLOAT_CODES[grid.dtype] if isinstance(grid, FloatGrid) else 0
+        return library.Part(
+            first=self.first,
+            head_stride=self.head_stride,
+            scales=self.scales,
+            zeros=self.zeros,
+            code=code,
+            bits=self.fmt.bits,
+            per_channel=self.fmt.granularity == "per_channel",
+            group=self.group,
+            dim=self.shape.head_dim,
+            middle=0.0 if code else grid.half_width,
+        )
+
     def write(self, q: Quantized, records: Tensor) -> None:
         heads = self._heads(records)
         heads[..., : self.code_bytes] = self._to_words(q.codes)
@@ -96,9 +121,9 @@ class PartLayout:
         if self.is_key:  # token = (block, field, lane), channel = (word, byte)
             split = codes.unflatten(2, (-1, self.fields, WORD_LANES)).unflatten(5, (-1, 4))
             by_field: Tensor = split.permute(3, 0, 1, 2, 5, 4, 6)  # [field, pages, H, block, word, lane, byte]
-        else:  # token = (row, byte), channel = (field, word)
-            split = codes.unflatten(2, (-1, 4)).unflatten(4, (self.fields, -1))
-            by_field = split.permute(4, 0, 1, 2, 5, 3)  # [field, pages, H, row, word, byte]
+        else:  # token = (row, byte), channel = (block, field, word)
+            split = codes.unflatten(2, (-1, 4)).unflatten(4, (-1, self.fields, self.block // self.fields))
+            by_field = split.permute(5, 0, 1, 2, 4, 6, 3)  # [field, pages, H, row, block, word, byte]
         packed = by_field[0].clone(memory_format=torch.contiguous_format)
         for i in range(1, self.fields):
             packed |= by_field[i] << (i * self.fmt.bits)
@@ -112,8 +137,8 @@ class PartLayout:
             words = by_field.unflatten(3, (size // (self.fields * WORD_LANES), dim // 4, WORD_LANES, 4))
             codes: Tensor = words.permute(1, 2, 3, 0, 5, 4, 6)  # [pages, H, block, field, lane, word, byte]
         else:
-            words = by_field.unflatten(3, (size // 4, dim // self.fields, 4))
-            codes = words.permute(1, 2, 3, 5, 0, 4)  # [pages, H, row, byte, field, word]
+            words = by_field.unflatten(3, (size // 4, dim // self.block, self.block // self.fields, 4))
+            codes = words.permute(1, 2, 3, 6, 4, 0, 5)  # [pages, H, row, byte, block, field, word]
         return codes.reshape(*packed.shape[:2], size, dim)
 
     def _write_scales(self, heads: Tensor, first: int, scales: Tensor) -> None:
@@ -136,7 +161,7 @@ class CpuLayout:
         key_part = PartLayout(key.fmt, key.shape, first=0, is_key=True)
         self.parts = key_part, PartLayout(value.fmt, value.shape, first=key_part.last, is_key=False)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         return self.parts[1].last
 
@@ -170,14 +195,7 @@ def unsupported(part: PagePart, is_key: bool) -> str | None:
         return f"page_size={size} is not a multiple of {WORD_LANES * fields}"
     if dim % 4 or dim % fields or dim > 512:
         return f"head_dim={dim} is not a multiple of 4 up to 512"
-    return _unsupported_group(fmt, fmt.resolve_group_size(size, dim), dim // fields, is_key)
-
-
-def _unsupported_group(fmt: QuantFormat, group: int, words: int, is_key: bool) -> str | None:
-    if fmt.granularity == "per_channel":
-        return None
-    if is_key and group % 4:
-        return f"group_size={group} of keys is not a multiple of 4"
-    if not is_key and words % group and group % words:
-        return f"group_size={group} of values does not fit {words} words"
+    group, multiple = fmt.resolve_group_size(size, dim), 4 if is_key else fields
+    if fmt.granularity == "per_token" and group % multiple:
+        return f"group_size={group} is not a multiple of {multiple}"
     return None

@@ -9,11 +9,17 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import torch  # noqa: F401  # first, for its OpenMP runtime: the library has none of its own, so that there is one thread pool
+import torch  # first, for its OpenMP runtime: the library has none of its own, so that there is one thread pool
 
 LIBRARY = "libkvquant_cpu.so"
 VARIABLE = "KVQUANT_CPU_LIBRARY"  # the environment variable that names another file
-ABI = 2  # KVQ_ABI of native/kvq.h
+ABI = 3  # KVQ_ABI of native/kvq.h
+
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # KvqDtype
+FLOAT_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # KvqCode
+
+Strides = c_int64 * 3
 
 
 class Part(Structure):
@@ -21,7 +27,7 @@ class Part(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("first", "head_stride", "scales", "zeros")),
-        *((name, c_int32) for name in ("code", "bits", "per_channel", "group", "dim", "rotated")),
+        *((name, c_int32) for name in ("code", "bits", "per_channel", "group", "dim")),
         ("middle", c_float),
     ]
 
@@ -30,8 +36,9 @@ class Segment(Structure):
     """KvqSegment of native/kvq.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("key", "value", "first", "count", "column")),
-        *((name, c_int64 * 3) for name in ("key_stride", "value_stride")),
+        *((name, c_void_p) for name in ("key", "value")),
+        *((name, Strides) for name in ("key_stride", "value_stride")),
+        ("tokens", c_int64),
     ]
 
 
@@ -39,14 +46,17 @@ class Attend(Structure):
     """KvqAttend of native/kvq.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in "query out pool table num_pages page_column mask sink_logits".split()),
-        ("mask_stride", c_int64 * 3),
+        *((name, c_void_p) for name in "query out pool table num_pages start mask sink_logits".split()),
+        *((name, Strides) for name in ("query_stride", "mask_stride")),
         *((name, c_int64) for name in ("page_bytes", "table_stride")),
-        *((name, c_int32) for name in "batch heads rows page_size num_segments dtype num_threads exact".split()),
-        ("softcap", c_float),
-        ("key", Part),
-        ("value", Part),
-        ("segment", Segment * 3),
+        *(
+            (name, c_int32)
+            for name in "batch heads n_rep q_len page_size settled dtype query_dtype num_threads".split()
+        ),
+        *((name, c_int32) for name in ("exact", "key_rotated", "value_rotated")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, Part) for name in ("key", "value")),
+        *((name, Segment) for name in ("sinks", "tail", "chunk")),
     ]
 
 

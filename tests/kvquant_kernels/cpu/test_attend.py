@@ -49,6 +49,7 @@ def assert_every_variant(snapshot, call, reference=None):
     for variant in VARIANTS:
         for precision, tolerance in (("exact", EXACT), ("default", ROUNDED)):
             out = KERNEL.run(with_precision(snapshot, precision), call, variant)
+            assert out.dtype == call.query.dtype
             assert out.shape == reference.shape
             assert relative_errors(out, reference).rms <= tolerance, NATIVE.variants[variant]
 
@@ -81,7 +82,40 @@ def test_rows_that_start_at_different_columns(starts, tokens):
 @pytest.mark.parametrize("rotation", [True, False])
 def test_dtypes_with_and_without_rotation(dtype, rotation):
     snapshot = states_for(config_for(rotation=rotation), (2, 2, 333, 64), dtype=dtype)
-    assert_every_variant(snapshot, AttentionCall(torch.randn(2, 8, 1, 64).to(dtype)))
+    query = torch.randn(2, 8, 1, 64).to(dtype)
+    assert_every_variant(snapshot, AttentionCall(query.float()))
+    for variant in VARIANTS:  # queries of 16 bits are read exactly, and the output is rounded to them once
+        out, in_float32 = (KERNEL.run(snapshot, AttentionCall(q), variant) for q in (query, query.float()))
+        assert torch.equal(out, in_float32.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_are_rounded_as_torch_does(dtype):
+    value = torch.randn(16, 64) * 2.0 ** torch.randint(-45, 20, (16, 64))  # subnormal in float16, and beyond it
+    value[0, :8] = torch.tensor([65504.0, 65519.0, 65520.0, 3e38, 0.0, math.inf, -math.inf, math.nan])
+    snapshot = states_for(config_for(), (1, 1, 333, 64))
+    mask = torch.zeros(1, 1, 1, 334, dtype=torch.bool)
+    mask[..., -1] = True  # the only column that counts, so that the output is its value
+    states = LayerStates(config_for(), snapshot.columns(0), snapshot.columns(1))
+    states.append(snapshot.columns(0), snapshot.columns(1))
+    states.settle()
+    for row in value:
+        new = states.append(snapshot.chunk.key, row.view(1, 1, 1, 64))
+        call = AttentionCall(torch.zeros(1, 1, 1, 64, dtype=dtype), mask)
+        for variant in VARIANTS:
+            out = KERNEL.run(new, call, variant).flatten()
+            torch.testing.assert_close(out, row.to(dtype), rtol=0, atol=0, equal_nan=True)
+        states.crop(1)
+
+
+def test_queries_of_any_strides():
+    snapshot = states_for(config_for(), (2, 2, 333, 64), q_len=3)
+    query = torch.randn(2, 3, 8, 64)
+    reference = KERNEL.run(snapshot, AttentionCall(query.transpose(1, 2).contiguous()))
+    assert torch.equal(KERNEL.run(snapshot, AttentionCall(query.transpose(1, 2))), reference)
+    sparse = torch.randn(2, 8, 64, 3).transpose(2, 3)
+    reference = KERNEL.run(snapshot, AttentionCall(sparse.contiguous()))
+    assert torch.equal(KERNEL.run(snapshot, AttentionCall(sparse)), reference)
 
 
 @pytest.mark.parametrize("kind", ["bool", "bool per head", "float", "window"])

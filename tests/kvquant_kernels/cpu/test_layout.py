@@ -36,13 +36,13 @@ def test_hand_computed_key_words():
 
 
 def test_hand_computed_value_words():
-    part = PartLayout(INT2_PER_TOKEN, StateShape(1, 8, 32), first=0, is_key=False)
-    codes = torch.zeros(1, 1, 8, 32, dtype=torch.uint8)
+    part = PartLayout(INT2_PER_TOKEN, StateShape(1, 8, 128), first=0, is_key=False)
+    codes = torch.zeros(1, 1, 8, 128, dtype=torch.uint8)
     for field, code in enumerate((1, 2, 3, 1)):
-        codes[0, 0, 6, 8 * field + 5] = code  # token 6 is byte 2 of row 1; channels 5, 13, 21, 29 share word 5
-    words = part._to_words(codes)[0, 0]
-    assert words.nonzero().flatten().tolist() == [(1 * 8 + 5) * 4 + 2]
-    assert words[(1 * 8 + 5) * 4 + 2] == 0b01_11_10_01
+        codes[0, 0, 6, 64 + 16 * field + 5] = code  # of the second group of 64 channels, those that share its word 5
+    words = part._to_words(codes)[0, 0]  # token 6 is byte 2 of row 1, which has 32 words
+    assert words.nonzero().flatten().tolist() == [(1 * 32 + 16 + 5) * 4 + 2]
+    assert words[(1 * 32 + 16 + 5) * 4 + 2] == 0b01_11_10_01
 
 
 def test_codes_are_truly_packed():
@@ -60,12 +60,17 @@ def test_codes_are_truly_packed():
         (INT4_PER_CHANNEL, (2, 48, 64), True, "page_size=48 is not a multiple of 32"),
         (INT4_PER_CHANNEL, (2, 128, 66), True, "head_dim=66 is not a multiple of 4"),
         (INT8_PER_TOKEN, (2, 128, 1024), False, "head_dim=1024 is not a multiple of 4 up to 512"),
-        (QuantFormat("g", INT8_PER_TOKEN.grid, "per_token", group_size=2), (2, 128, 64), True, "group_size=2 of keys"),
         (
-            QuantFormat("g", INT4_PER_TOKEN.grid, "per_token", group_size=24),
+            QuantFormat("g", INT8_PER_TOKEN.grid, "per_token", group_size=2),
+            (2, 128, 64),
+            True,
+            "group_size=2 is not a multiple of 4",
+        ),
+        (
+            QuantFormat("g", INT4_PER_TOKEN.grid, "per_token", group_size=9),
             (2, 128, 72),
             False,
-            "group_size=24 of values",
+            "group_size=9 is not a multiple of 2",
         ),
         (INT4_PER_CHANNEL, (2, 32, 64), True, None),
         (INT4_PER_TOKEN, (2, 8, 72), False, None),

@@ -3,7 +3,7 @@
 //
 // Layout of codes (layout.py): 32-bit words whose byte e belongs to channel 4i + e (keys) or token 4i + e (values), with
 // 16 tokens (keys) or channels (values) side by side, so that unpacking and products need no horizontal sums. A byte holds
-// 8 / bits fields; field f belongs to the f-th block of 16 tokens, or of dim / fields channels.
+// 8 / bits fields; field f belongs to the f-th block of 16 tokens, or of channels of a group that share their weights.
 
 #include <algorithm>
 #include <cmath>
@@ -11,6 +11,10 @@
 #include <limits>
 #include <type_traits>
 #include <vector>
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 #include "kvq.h"
 
@@ -22,30 +26,13 @@ namespace {
 #if KVQ_VNNI
 #include "vnni.inl"
 #endif
+
 #include "task.inl"
 
 #include "pages.inl"
 
-void load_f32(const void* from, int64_t at, int n, float* to) { memcpy(to, (const float*)from + at, n * sizeof(float)); }
-
-void load_bf16(const void* from, int64_t at, int n, float* to) {
-  const uint16_t* x = (const uint16_t*)from + at;
-  for (int i = 0; i < n; i++) to[i] = bits_of<float>(uint32_t(x[i]) << 16);
-}
-
-void load_f16(const void* from, int64_t at, int n, float* to) { halves_to_floats((const uint8_t*)((const uint16_t*)from + at), to, n); }
-
-void add_exact(Task& task, const KvqAttend& a) {
-  for (int i = 0; i < a.num_segments; i++) {
-    const KvqSegment& s = a.segment[i];
-    if (a.dtype == KVQ_F32) task.exact(s, load_f32);
-    else if (a.dtype == KVQ_BF16) task.exact(s, load_bf16);
-    else task.exact(s, load_f16);
-  }
-}
-
-// Merges the partial results of one row's splits into its output.
-void merge(const KvqAttend& a, const float* partial, int64_t split_stride, int splits, float* out) {
+// Merges the partial results of one row's splits into number `at` of its output and those that follow.
+void merge(const KvqAttend& a, const float* partial, int64_t split_stride, int splits, int64_t at) {
   const int dim = a.value.dim;
   float top = kMinusInf, total = 0.f;
   for (int s = 0; s < splits; s++) top = std::max(top, partial[s * split_stride]);
@@ -57,8 +44,9 @@ void merge(const KvqAttend& a, const float* partial, int64_t split_stride, int s
     for (int d = 0; d < dim; d++) plain[d] += x[2 + d] * keep;
     for (int d = 0; d < dim; d++) packed[d] += x[2 + dim + d] * keep;
   }
-  if (a.value.rotated) rotate(packed.data(), dim);
-  for (int d = 0; d < dim; d++) out[d] = total == 0.f ? 0.f : (plain[d] + packed[d]) / total;
+  if (a.value_rotated) rotate(packed.data(), dim);
+  for (int d = 0; d < dim; d++) plain[d] = total == 0.f ? 0.f : (plain[d] + packed[d]) / total;
+  store_row(a.query_dtype, plain.data(), dim, a.out, at);
 }
 
 }  // namespace
@@ -68,7 +56,7 @@ void merge(const KvqAttend& a, const float* partial, int64_t split_stride, int s
 #define KVQ_NAME(name) KVQ_PASTE(name, KVQ_VARIANT)
 
 void KVQ_NAME(kvq_attend_)(const KvqAttend& a) {
-  const int row_blocks = (a.rows + kMostRows - 1) / kMostRows;
+  const int rows = a.n_rep * a.q_len, row_blocks = (rows + kMostRows - 1) / kMostRows;
   const int64_t heads = int64_t(a.batch) * a.heads * row_blocks;
   int most_pages = 1;
   for (int b = 0; b < a.batch; b++) most_pages = std::max(most_pages, a.num_pages[b]);
@@ -81,10 +69,10 @@ void KVQ_NAME(kvq_attend_)(const KvqAttend& a) {
     const int64_t head = i / splits, split = i % splits;
     const int64_t block = head % row_blocks, h = head / row_blocks % a.heads, b = head / row_blocks / a.heads;
     const int first = int(block) * kMostRows;
-    PageReader task(a, b, h, first, std::min(kMostRows, a.rows - first));
+    PageReader task(a, b, h, first, std::min(kMostRows, rows - first));
     if (split == 0) {
       task.add_sink_logits();
-      add_exact(task, a);
+      task.exact_segments();
     }
     const int64_t pages = a.num_pages[b];
     task.pages(int(pages * split / splits), int(pages * (split + 1) / splits));
@@ -93,8 +81,8 @@ void KVQ_NAME(kvq_attend_)(const KvqAttend& a) {
 #pragma omp parallel for num_threads(a.num_threads)
   for (int64_t head = 0; head < heads; head++) {
     const int64_t block = head % row_blocks, bh = head / row_blocks;
-    for (int r = 0; r < std::min(kMostRows, a.rows - int(block) * kMostRows); r++)
+    for (int r = 0; r < std::min(kMostRows, rows - int(block) * kMostRows); r++)
       merge(a, partial.data() + head * splits * block_size + r * row_size, block_size, splits,
-            a.out + (bh * a.rows + block * kMostRows + r) * a.value.dim);
+            (bh * rows + block * kMostRows + r) * a.value.dim);
   }
 }

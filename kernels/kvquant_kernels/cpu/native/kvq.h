@@ -3,7 +3,7 @@
 #include <cstdint>
 
 // Goes up with every change of what the fields mean or of how pages are laid out.
-#define KVQ_ABI 2
+#define KVQ_ABI 3
 
 enum KvqCode : int32_t { KVQ_INTEGER = 0, KVQ_E4M3 = 1, KVQ_E5M2 = 2 };
 enum KvqDtype : int32_t { KVQ_F32 = 0, KVQ_BF16 = 1, KVQ_F16 = 2 };
@@ -19,38 +19,40 @@ struct KvqPart {
   int32_t per_channel;
   int32_t group;        // channels per group of a per-token format
   int32_t dim;
-  int32_t rotated;
   float middle;         // the code that decodes to the zero point
 };
 
-// Exact keys and values of consecutive tokens. Strides in elements; the last dimension is dense.
+// Exact keys and values of consecutive tokens. Strides in elements, for batch, head and token; the last dimension is dense.
 struct KvqSegment {
   const void* key;
   const void* value;
-  const int32_t* first;   // [batch] the first token of the row
-  const int32_t* count;   // [batch] how many tokens of it the row has
-  const int32_t* column;  // [batch] the column of the first one
-  int64_t key_stride[3];  // batch, head, token
+  int64_t key_stride[3];
   int64_t value_stride[3];
+  int64_t tokens;
 };
 
+// Where a row's tokens are follows from where it starts and how many pages it has: sinks, pages, tail, chunk. A row without
+// pages has no sinks either. The tail ends before column `settled`, where the chunk begins.
 struct KvqAttend {
-  const float* query;        // [batch, heads, rows, dim], scaled
-  float* out;                // [batch, heads, rows, value dim]
-  const uint8_t* pool;       // [slots, page_bytes]
-  const int32_t* table;      // [batch, table_stride] slots of a row's pages
+  const void* query;        // [batch, heads * n_rep, q_len, dim] of query_dtype; the last dimension is dense
+  void* out;                // [batch, heads * n_rep, q_len, value dim] of query_dtype
+  const uint8_t* pool;      // [slots, page_bytes]
+  const int32_t* table;     // [batch, table_stride] slots of a row's pages
   const int32_t* num_pages;  // [batch]
-  const int32_t* page_column;  // [batch] the column of a row's first page
-  const float* mask;         // added to scores; null without one
-  const float* sink_logits;  // [heads, rows]; null without them
-  int64_t mask_stride[3];    // batch, head * rows, row; 0 where it is broadcast
+  const int32_t* start;     // [batch] the column of a row's first token
+  const float* mask;        // added to scores; null without one
+  const float* sink_logits;  // [heads * n_rep]; null without them
+  int64_t query_stride[3];  // batch, head, query; in elements
+  int64_t mask_stride[3];   // batch, query head, query; 0 where it is broadcast
   int64_t page_bytes;
   int64_t table_stride;
-  int32_t batch, heads, rows, page_size, num_segments, dtype, num_threads;
-  int32_t exact;             // float32 arithmetic throughout, whatever the variant
-  float softcap;             // 0 for none
+  int32_t batch, heads, n_rep, q_len, page_size, settled, dtype, query_dtype, num_threads;
+  int32_t exact;            // float32 arithmetic throughout, whatever the variant
+  int32_t key_rotated, value_rotated;
+  float scale;              // of scores
+  float softcap;            // 0 for none
   KvqPart key, value;
-  KvqSegment segment[3];
+  KvqSegment sinks, tail, chunk;
 };
 
 #define KVQ_EXPORT extern "C" __attribute__((visibility("default")))

@@ -20,21 +20,29 @@ struct PageReader : Task {
   void load_scales(const KvqPart& part, const uint8_t* record) {
     const int n = part.per_channel ? part.dim : part.dim / part.group * a.page_size;
     for (const uint8_t* p = record + part.scales; p < record + part.head_stride; p += 64) prefetch(p + ahead);
+    const int room = int(align16(n));
+    std::fill(scales + n, scales + room, 0.f);
+    std::fill(zeros + (part.zeros >= 0 ? n : 0), zeros + room, 0.f);
     halves_to_floats(record + part.scales, scales, n);
     if (part.zeros >= 0) halves_to_floats(record + part.zeros, zeros, n);
-    // From here on zeros holds what code 0 stands for.
-    for (int i = 0; i < n; i++) zeros[i] = (part.zeros >= 0 ? zeros[i] : 0.f) - scales[i] * part.middle;
+  }
+
+  // Makes zeros what code 0 stands for, instead of the code in the middle.
+  void move_zeros(const KvqPart& part) {
+    const int n = part.per_channel ? part.dim : part.dim / part.group * a.page_size;
+    for (int i = 0; i < n; i++) zeros[i] -= scales[i] * part.middle;
   }
 
   template <int CODE, int BITS>
   void key_scores(const uint8_t* record) {
     load_scales(a.key, record);
+#if KVQ_VNNI
+    if constexpr (CODE == KVQ_INTEGER)
+      if (integer_keys) return integer_key_scores<BITS>(record);
+#endif
+    move_zeros(a.key);
     if (a.key.per_channel) {
       fold_channel_scales();
-#if KVQ_VNNI
-      if constexpr (CODE == KVQ_INTEGER)
-        if (integer_keys) return integer_key_scores<BITS>(record);
-#endif
       for (int r = 0; r < rows; r++)
         for (int t = 0; t < a.page_size; t++) scores[r * tokens_at_most + t] = offset[r];
       add_products<CODE, BITS>(record, folded, 0, a.key.dim, nullptr);
@@ -66,62 +74,36 @@ struct PageReader : Task {
     float block[kGroupOfRows * kTokens];
     const int words = a.key.dim / 4 * kWordLanes * 4;  // bytes of a block of tokens
     for (int t = 0; t < a.page_size; t += kTokens, record += words)
-      for (int r = 0; r < rows; r += kGroupOfRows) {
-        const int count = std::min(kGroupOfRows, rows - r);
-        const float* from = q + r * query_stride;
-        switch (count) {
-          case 1: key_products<CODE, BITS, 1>(record, from, query_stride, first, last, block, kTokens, r ? 0 : ahead); break;
-          case 2: key_products<CODE, BITS, 2>(record, from, query_stride, first, last, block, kTokens, r ? 0 : ahead); break;
-          case 3: key_products<CODE, BITS, 3>(record, from, query_stride, first, last, block, kTokens, r ? 0 : ahead); break;
-          default: key_products<CODE, BITS, 4>(record, from, query_stride, first, last, block, kTokens, r ? 0 : ahead);
-        }
-        for (int i = 0; i < count; i++) {
-          float* s = scores + (r + i) * tokens_at_most + t;
-          const float* product = block + i * kTokens;
-          if (token_scales)
-            for (int j = 0; j < kTokens; j++) s[j] += product[j] * token_scales[t + j];
-          else
-            for (int j = 0; j < kTokens; j++) s[j] += product[j];
-        }
-      }
+      for (int r = 0; r < rows; r += kGroupOfRows)
+        with_constant<kGroupOfRows>(rows - r, [&](auto count) {
+          key_products<CODE, BITS, count.value>(record, q + r * query_stride, query_stride, first, last, block, kTokens, r ? 0 : ahead);
+          for (int i = 0; i < count.value; i++) {
+            float* s = scores + (r + i) * tokens_at_most + t;
+            const float* product = block + i * kTokens;
+            for (int j = 0; j < kTokens; j++) s[j] += token_scales ? product[j] * token_scales[t + j] : product[j];
+          }
+        });
   }
 
   template <int CODE, int BITS>
   void add_values(const uint8_t* record) {
     load_scales(a.value, record);
-    std::fill_n(page, rows * fields * value_lanes, 0.f);
 #if KVQ_VNNI
     if constexpr (CODE == KVQ_INTEGER)
       if (integer_values) return add_integer_values<BITS>(record);
 #endif
+    move_zeros(a.value);
     fold_token_scales();
-    const int segment = a.value.per_channel ? words_per_row : std::min(words_per_row, a.value.group);
-    for (int first = 0; first < words_per_row; first += segment)
-      for (int w = first; w < first + segment; w += LANES)
-        add_lanes<CODE, BITS>(record, w, std::min(LANES, first + segment - w));
+    for (int g = 0; g < groups; g++)
+      for (int w = 0; w < words_per_group; w += LANES)
+        for (int r = 0; r < rows; r += kGroupOfRows)
+          with_constant<kGroupOfRows>(rows - r, [&](auto count) {
+            value_products<CODE, BITS, count.value>(
+                record + 4 * (g * words_per_group + w), a.value.dim / fields, a.page_size,
+                weights + (int64_t(g) * rows + r) * tokens_at_most, tokens_at_most, page + r * value_stride + g * value_group + w,
+                value_stride, words_per_group, std::min(LANES, words_per_group - w), r ? 0 : ahead);
+          });
     add_page();
-  }
-
-  template <int CODE, int BITS>
-  void add_lanes(const uint8_t* record, int w, int lanes) {
-    constexpr int kFields = 8 / BITS;
-    const int stride = fields * value_lanes;
-    for (int r = 0; r < rows; r += kGroupOfRows) {
-      const float* p[kFields];
-      float* sum_of[kFields];
-      for (int f = 0; f < kFields; f++) {
-        const int group = a.value.per_channel ? 0 : (f * words_per_row + w) / a.value.group;
-        p[f] = weights + (int64_t(group) * rows + r) * tokens_at_most;
-        sum_of[f] = page + r * stride + f * value_lanes + w;
-      }
-      const uint8_t* words = record + 4 * w;
-      switch (std::min(kGroupOfRows, rows - r)) {
-        case 1: value_products<CODE, BITS, 1>(words, words_per_row, a.page_size, p, tokens_at_most, sum_of, stride, lanes, r ? 0 : ahead); break;
-        case 2: value_products<CODE, BITS, 2>(words, words_per_row, a.page_size, p, tokens_at_most, sum_of, stride, lanes, r ? 0 : ahead); break;
-        case 3: value_products<CODE, BITS, 3>(words, words_per_row, a.page_size, p, tokens_at_most, sum_of, stride, lanes, r ? 0 : ahead); break;
-        default: value_products<CODE, BITS, 4>(words, words_per_row, a.page_size, p, tokens_at_most, sum_of, stride, lanes, r ? 0 : ahead);
-      }
-    }
   }
 
   void fold_token_scales() {
@@ -142,69 +124,36 @@ struct PageReader : Task {
   // Adds one page's sums with what its zero points contribute. Page by page, since the two nearly cancel: summed apart
   // over a long context they would leave their rounding errors behind.
   void add_page() {
-    const int segment = a.value.per_channel ? words_per_row : std::min(words_per_row, a.value.group);
     for (int r = 0; r < rows; r++) {
-      const float total = a.value.per_channel ? sum_of(scores + r * tokens_at_most, a.page_size) : 0.f;
-      for (int f = 0; f < fields; f++) {
-        const int row = (r * fields + f) * value_lanes, channel = f * words_per_row;
-        if (a.value.per_channel)
-          add_scaled(packed + row, page + row, scales + channel, zeros + channel, total);
-        else
-          for (int w = 0; w < words_per_row; w += segment)
-            add_shifted(packed + row + w, page + row + w, segment, bias[r * groups + (channel + w) / a.value.group]);
+      float* __restrict to = packed + r * value_stride;
+      const float* from = page + r * value_stride;
+      if (a.value.per_channel) {
+        const float total = sum_of(scores + r * tokens_at_most, a.page_size);
+        for (int d = 0; d < a.value.dim; d++) to[d] += from[d] * scales[d] + total * zeros[d];
+        continue;
       }
+      for (int g = 0; g < groups; g++)
+        for (int d = g * value_group; d < (g + 1) * value_group; d++) to[d] += from[d] + bias[r * groups + g];
     }
   }
 
-  void add_scaled(float* __restrict to, const float* __restrict from, const float* scale, const float* zero, float total) const {
-    for (int w = 0; w < words_per_row; w++) to[w] += from[w] * scale[w] + total * zero[w];
-  }
-
-  static void add_shifted(float* __restrict to, const float* __restrict from, int n, float shift) {
-    for (int w = 0; w < n; w++) to[w] += from[w] + shift;
-  }
-
 #if KVQ_VNNI
-  // Rows that share one unpacking, as many as leave room for their sums in the registers.
-  template <int BITS>
-  static constexpr int rows_at_once() {
-    return BITS == 2 ? 2 : kGroupOfRows;
-  }
-
   template <int BITS>
   void integer_key_scores(const uint8_t* record) {
     constexpr int kTokens = kWordLanes * 8 / BITS;
     RoundedQuery q[kMostRows];
     for (int r = 0; r < rows; r++) {
-      q[r].high = (int8_t*)bytes.data() + 2 * r * query_stride;
+      q[r].high = bytes.data() + 2 * r * query_stride;
       q[r].low = q[r].high + query_stride;
-      int64_t total;
-      q[r].step = round_query(folded + r * query_stride, a.key.dim, q[r].high, q[r].low, &total);
-      // offset[r] takes the middle out of every code with the exact query; here the rounded one has to do it.
-      const float exact_middle = a.key.middle * sum_of(folded + r * query_stride, a.key.dim);
-      q[r].offset = offset[r] + exact_middle - a.key.middle * q[r].step * float(total);
+      const Rounded rounded = fold_and_round<true>(rotated_query + r * query_stride, scales, zeros, a.key.middle, a.key.dim, q[r].high, q[r].low);
+      q[r].step = rounded.step;
+      q[r].offset = rounded.offset;
     }
-    constexpr int kLines = lines_at_once<BITS>();
-    const int block = a.key.dim / 4 * kWordLanes * 4;  // bytes
-    int t = 0;
-    for (; t + kLines * kTokens <= a.page_size; t += kLines * kTokens, record += kLines * block)
-      integer_key_block<BITS, kLines>(record, q, t);
-    for (; t < a.page_size; t += kTokens, record += block) integer_key_block<BITS, 1>(record, q, t);
-  }
-
-  template <int BITS, int LINES>
-  void integer_key_block(const uint8_t* record, const RoundedQuery* q, int t) {
-    constexpr int kRows = rows_at_once<BITS>();
-    for (int r = 0; r < rows; r += kRows) {
-      float* to = scores + r * tokens_at_most + t;
-      const int64_t next = r ? 0 : ahead;
-      switch (std::min(kRows, rows - r)) {
-        case 1: vnni_key_products<BITS, 1, LINES>(record, q + r, a.key.dim, to, tokens_at_most, next); break;
-        case 2: vnni_key_products<BITS, 2, LINES>(record, q + r, a.key.dim, to, tokens_at_most, next); break;
-        case 3: vnni_key_products<BITS, 3, LINES>(record, q + r, a.key.dim, to, tokens_at_most, next); break;
-        default: vnni_key_products<BITS, kRows, LINES>(record, q + r, a.key.dim, to, tokens_at_most, next);
-      }
-    }
+    in_blocks<BITS>(rows, a.page_size / kTokens, [&](auto count, auto lines, int r, int line) {
+      vnni_key_products<BITS, count.value, lines.value>(record + line * 16 * a.key.dim, q + r, a.key.dim,
+                                                        scores + r * tokens_at_most + line * kTokens, tokens_at_most,
+                                                        r ? 0 : ahead);
+    });
   }
 
   template <int BITS>
@@ -212,83 +161,51 @@ struct PageReader : Task {
     float step[kMostGroups * kMostRows];
     uint8_t *high = bytes.data(), *low = high + int64_t(groups) * rows * tokens_at_most;
     round_page_weights<BITS>(step, high, low);
-    constexpr int kLines = lines_at_once<BITS>();
-    const int segment = std::min(words_per_row, a.value.group);
-    for (int w = 0; w < words_per_row;) {
-      const int lanes = std::min(kLines * kWordLanes, segment - w % segment);
-      if (kLines == 1 || lanes > kWordLanes)
-        add_integer_lanes<BITS, kLines>(record, step, high, low, w, lanes);
-      else
-        add_integer_lanes<BITS, 1>(record, step, high, low, w, lanes);
-      w += lanes;
-    }
+    for (int g = 0; g < groups; g++)
+      in_blocks<BITS>(rows, (words_per_group + 15) / 16, [&](auto count, auto lines, int r, int line) {
+        const int64_t at = int64_t(g) * rows + r;
+        const RoundedWeights p = {high + at * tokens_at_most, low + at * tokens_at_most, step + at, tokens_at_most};
+        vnni_value_products<BITS, count.value, lines.value>(
+            record + 4 * (g * words_per_group + 16 * line), a.value.dim / fields, a.page_size, p,
+            page + r * value_stride + g * value_group + 16 * line, value_stride, words_per_group, words_per_group - 16 * line,
+            r ? 0 : ahead);
+      });
     add_page();
-  }
-
-  template <int BITS, int LINES>
-  void add_integer_lanes(const uint8_t* record, const float* step, const uint8_t* high, const uint8_t* low, int w, int lanes) {
-    constexpr int kFields = 8 / BITS, kRows = rows_at_once<BITS>();
-    const int stride = fields * value_lanes, n = a.page_size, p_stride = tokens_at_most;
-    const uint8_t* words = record + 4 * w;
-    for (int r = 0; r < rows; r += kRows) {
-      const uint8_t *h[kFields], *l[kFields];
-      const float* s[kFields];
-      float* to[kFields];
-      for (int f = 0; f < kFields; f++) {
-        const int64_t at = int64_t((f * words_per_row + w) / a.value.group) * rows + r;
-        h[f] = high + at * p_stride;
-        l[f] = low + at * p_stride;
-        s[f] = step + at;
-        to[f] = page + r * stride + f * value_lanes + w;
-      }
-      const int64_t next = r ? 0 : ahead;
-      switch (std::min(kRows, rows - r)) {
-        case 1: vnni_value_products<BITS, 1, LINES>(words, words_per_row, n, h, l, p_stride, s, to, stride, lanes, next); break;
-        case 2: vnni_value_products<BITS, 2, LINES>(words, words_per_row, n, h, l, p_stride, s, to, stride, lanes, next); break;
-        case 3: vnni_value_products<BITS, 3, LINES>(words, words_per_row, n, h, l, p_stride, s, to, stride, lanes, next); break;
-        default: vnni_value_products<BITS, kRows, LINES>(words, words_per_row, n, h, l, p_stride, s, to, stride, lanes, next);
-      }
-    }
   }
 
   // Folds scales into weights and rounds them; the middle of the codes leaves through the biases.
   template <int BITS>
   void round_page_weights(float* step, uint8_t* high, uint8_t* low) {
     const float middle = a.value.middle - (BITS == 8 ? 128.f : 0.f);
-    for (int g = 0; g < groups; g++) {
-      const float *scale = scales + g * a.page_size, *zero = zeros + g * a.page_size;
+    for (int g = 0; g < groups; g++)
       for (int r = 0; r < rows; r++) {
-        const int64_t at = int64_t(g) * rows + r;
-        const float* p = scores + r * tokens_at_most;
-        float* w = weights + at * tokens_at_most;
-        for (int t = 0; t < a.page_size; t++) w[t] = p[t] * scale[t];
-        int64_t total;
-        step[at] = round_weights(w, a.page_size, high + at * tokens_at_most, low + at * tokens_at_most, &total);
-        const float exact_middle = a.value.middle * sum_of(w, a.page_size);
-        bias[r * groups + g] = dot(p, zero, a.page_size) + exact_middle - middle * step[at] * float(total);
+        const int64_t at = int64_t(g) * rows + r, bytes_at = at * tokens_at_most;
+        const Rounded rounded = fold_and_round<false>(scores + r * tokens_at_most, scales + g * a.page_size, zeros + g * a.page_size,
+                                                      middle, a.page_size, high + bytes_at, low + bytes_at);
+        step[at] = rounded.step;
+        bias[r * groups + g] = rounded.offset;
       }
-    }
   }
 #endif
 
   void pages(int first, int last) {
+    const int64_t column = a.start[b] + a.sinks.tokens;
     for (int p = first; p < last; p++) {
       const uint8_t* record = a.pool + a.page_bytes * a.table[b * a.table_stride + p];
       const uint8_t *key = record + a.key.first + h * a.key.head_stride, *value = record + a.value.first + h * a.value.head_stride;
       ahead = p + 1 < last ? a.page_bytes * (a.table[b * a.table_stride + p + 1] - int64_t(a.table[b * a.table_stride + p])) : 0;
       by_format(a.key, [&](auto code, auto bits) { key_scores<code.value, bits.value>(key); });
-      if (softmax(a.page_size, a.page_column[b] + int64_t(p) * a.page_size))
+      if (softmax(a.page_size, column + int64_t(p) * a.page_size))
         by_format(a.value, [&](auto code, auto bits) { add_values<code.value, bits.value>(value); });
     }
   }
 
   template <class F>
   static void by_format(const KvqPart& part, F f) {
-    using std::integral_constant;
-    if (part.code == KVQ_E4M3) return f(integral_constant<int, KVQ_E4M3>(), integral_constant<int, 8>());
-    if (part.code == KVQ_E5M2) return f(integral_constant<int, KVQ_E5M2>(), integral_constant<int, 8>());
-    if (part.bits == 8) return f(integral_constant<int, KVQ_INTEGER>(), integral_constant<int, 8>());
-    if (part.bits == 4) return f(integral_constant<int, KVQ_INTEGER>(), integral_constant<int, 4>());
-    return f(integral_constant<int, KVQ_INTEGER>(), integral_constant<int, 2>());
+    if (part.code == KVQ_E4M3) return f(Int<KVQ_E4M3>(), Int<8>());
+    if (part.code == KVQ_E5M2) return f(Int<KVQ_E5M2>(), Int<8>());
+    if (part.bits == 8) return f(Int<KVQ_INTEGER>(), Int<8>());
+    if (part.bits == 4) return f(Int<KVQ_INTEGER>(), Int<4>());
+    return f(Int<KVQ_INTEGER>(), Int<2>());
   }
 };

@@ -3,6 +3,17 @@
 constexpr int kWordLanes = 16;   // tokens or channels side by side in the words of a page
 constexpr int kGroupOfRows = 4;  // rows whose products share one unpacking of the codes
 
+template <int N>
+using Int = std::integral_constant<int, N>;
+
+// Calls f with the smaller of n and MOST as a compile-time constant.
+template <int MOST, class F>
+inline void with_constant(int n, F f) {
+  if constexpr (MOST > 1)
+    if (n < MOST) return with_constant<MOST - 1>(n, f);
+  f(Int<MOST>());
+}
+
 // Field f of byte e of every word, as the number its code stands for before scale and middle.
 template <int CODE, int BITS>
 inline Vf decode(Vi words, int e, int f) {
@@ -37,14 +48,12 @@ inline void key_products(const uint8_t* words, const float* q, int q_stride, int
   }
 }
 
-// sum[r][f][lane] += sum over tokens of p[f][r][t] * code(t, channel), for `lanes` channels of every field.
+// sum[r][f * field_stride + lane] = sum over tokens of p[r][t] * code(t, channel), for `lanes` words.
 template <int CODE, int BITS, int ROWS>
-inline void value_products(const uint8_t* words, int words_per_row, int tokens, const float* const* p, int p_stride,
-                           float* const* sum, int sum_stride, int lanes, int64_t ahead) {
+inline void value_products(const uint8_t* words, int words_per_row, int tokens, const float* p, int p_stride, float* sum,
+                           int sum_stride, int field_stride, int lanes, int64_t ahead) {
   constexpr int kFields = 8 / BITS;
-  Vf acc[ROWS][kFields];
-  for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kFields; f++) acc[r][f] = load(sum[f] + r * sum_stride);
+  Vf acc[ROWS][kFields] = {};
   for (int i = 0; i < tokens / 4; i++) {
     const uint8_t* at = words + int64_t(4) * i * words_per_row;
     const Vi w = load_words(at);
@@ -52,9 +61,9 @@ inline void value_products(const uint8_t* words, int words_per_row, int tokens, 
     for (int e = 0; e < 4; e++)
       for (int f = 0; f < kFields; f++) {
         const Vf code = decode<CODE, BITS>(w, e, f);
-        for (int r = 0; r < ROWS; r++) acc[r][f] += p[f][r * p_stride + 4 * i + e] * code;
+        for (int r = 0; r < ROWS; r++) acc[r][f] += p[r * p_stride + 4 * i + e] * code;
       }
   }
   for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kFields; f++) memcpy(sum[f] + r * sum_stride, &acc[r][f], lanes * sizeof(float));
+    for (int f = 0; f < kFields; f++) memcpy(sum + r * sum_stride + f * field_stride, &acc[r][f], lanes * sizeof(float));
 }

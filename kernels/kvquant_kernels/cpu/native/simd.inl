@@ -33,10 +33,55 @@ inline float half_to_float(uint16_t half) {
 }
 
 void halves_to_floats(const uint8_t* from, float* to, int n) {
-  for (int i = 0; i < n; i++) {
+  int i = 0;
+#ifdef __F16C__
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 2 * i))));
+#endif
+  for (; i < n; i++) {
     uint16_t half;
     memcpy(&half, from + 2 * i, 2);
     to[i] = half_to_float(half);
+  }
+}
+
+// n numbers of a KvqDtype, from number `at` on.
+inline void load_row(int dtype, const void* from, int64_t at, int n, float* to) {
+  if (dtype == KVQ_F32) {
+    memcpy(to, (const float*)from + at, n * sizeof(float));
+  } else if (dtype == KVQ_F16) {
+    halves_to_floats((const uint8_t*)((const uint16_t*)from + at), to, n);
+  } else {
+    const uint16_t* x = (const uint16_t*)from + at;
+    for (int i = 0; i < n; i++) to[i] = bits_of<float>(uint32_t(x[i]) << 16);
+  }
+}
+
+// The nearest float16, halves to even; infinite beyond the largest. In integers, whatever happens to denormals.
+inline uint16_t float_to_half(float x) {
+  const uint32_t bits = bits_of<uint32_t>(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);
+  if (magnitude < 0x38800000) {  // a multiple of 2^-24 below 2^-14
+    const int shift = 126 - int(magnitude >> 23);
+    if (shift > 24) return uint16_t(sign);
+    const uint32_t mantissa = (magnitude & 0x7fffff) | 0x800000, rounded = (mantissa + (1u << (shift - 1)) - 1 + (mantissa >> shift & 1)) >> shift;
+    return uint16_t(sign | rounded);
+  }
+  return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13));
+}
+
+inline uint16_t float_to_bfloat16(float x) {
+  const uint32_t bits = bits_of<uint32_t>(x);
+  return x != x ? uint16_t(0x7fc0) : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline void store_row(int dtype, const float* from, int n, void* to, int64_t at) {
+  if (dtype == KVQ_F32) {
+    memcpy((float*)to + at, from, n * sizeof(float));
+  } else if (dtype == KVQ_F16) {
+    for (int i = 0; i < n; i++) ((uint16_t*)to)[at + i] = float_to_half(from[i]);
+  } else {
+    for (int i = 0; i < n; i++) ((uint16_t*)to)[at + i] = float_to_bfloat16(from[i]);
   }
 }
 
@@ -62,9 +107,21 @@ inline float exp2_nonpositive(float x) {
 }
 
 inline float sum_of(Vf x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps(bits_of<__m512>(x));
+#endif
   float total = 0.f;
   for (int j = 0; j < LANES; j++) total += x[j];
   return total;
+}
+
+inline float max_of(Vf x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps(bits_of<__m512>(x));
+#endif
+  float best = x[0];
+  for (int j = 1; j < LANES; j++) best = x[j] > best ? x[j] : best;
+  return best;
 }
 
 // Sums of n numbers, n a multiple of 16 or not.

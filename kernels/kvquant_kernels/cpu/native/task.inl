@@ -1,42 +1,43 @@
 // One task: the running softmax of some query rows of one KV head over a part of its columns.
 
 constexpr int kMostRows = 16;  // query rows of one task
-constexpr int kMostLanes = 16;
 
 // Its state, the scratch of one block of tokens, and how exact segments are added. Pages are added by PageReader.
 struct Task {
   const KvqAttend& a;
   int64_t b, h;
   int first_row, rows, tokens_at_most;
-  int fields, words_per_row, value_lanes, groups;
+  int fields, groups, value_group, words_per_group;  // of values: codes in a byte, and what shares weights
+  int query_stride, value_stride;
   std::vector<float> memory;
   float *query, *rotated_query, *folded, *offset;  // [rows][dim] three times, [rows]
   float *scores, *weights;      // [rows][tokens], [groups][rows][tokens]
-  float *max, *sum, *plain;     // of the softmax so far: [rows] twice, [rows][value dim] of exact values
-  float *packed;                // sums of page values so far: [rows][fields][lanes]
-  float *page, *bias;           // the same of one page, and what its zero points add: [rows][groups]
-  float *scales, *zeros;        // of one page, in float32
+  float *max, *sum;             // of the softmax so far: [rows]
+  float *plain, *packed, *page;  // sums of values: of exact ones, of pages, of one page without zero points: [rows][value dim]
+  float *bias;                  // what one page's zero points add: [rows][groups]
+  float *scales, *zeros;        // of one page, in float32, and zero up to a multiple of 16
 
   Task(const KvqAttend& args, int64_t batch, int64_t head, int row, int count)
       : a(args), b(batch), h(head), first_row(row), rows(count) {
     tokens_at_most = int(std::max(align16(a.page_size), int64_t(128)));
     fields = 8 / a.value.bits;
-    words_per_row = a.value.dim / fields;
-    value_lanes = int(align16(words_per_row)) + kMostLanes;  // a load may begin at the last word
     groups = a.value.per_channel ? 1 : a.value.dim / a.value.group;
-    const int dim = int(align16(a.key.dim)), value_dim = int(align16(a.value.dim));
-    const int key_scales = a.key.per_channel ? dim : a.key.dim / a.key.group * a.page_size;
-    const int value_scales = a.value.per_channel ? value_dim : groups * a.page_size;
+    value_group = a.value.dim / groups;
+    words_per_group = value_group / fields;
+    query_stride = int(align16(a.key.dim));
+    value_stride = int(align16(a.value.dim));
+    const int key_scales = a.key.per_channel ? query_stride : a.key.dim / a.key.group * a.page_size;
+    const int value_scales = a.value.per_channel ? value_stride : groups * a.page_size;
     const int64_t scale_room = std::max(key_scales, value_scales);
     struct Block {
       float** at;
       int64_t size;
     };
-    const int64_t n = rows, page_room = n * fields * value_lanes;
-    const Block blocks[] = {{&query, n * dim}, {&rotated_query, n * dim}, {&folded, n * dim}, {&offset, n},
+    const int64_t n = rows, query_room = n * query_stride, value_room = n * value_stride;
+    const Block blocks[] = {{&query, query_room}, {&rotated_query, query_room}, {&folded, query_room}, {&offset, n},
                             {&scores, n * tokens_at_most}, {&weights, n * groups * tokens_at_most},
-                            {&max, n}, {&sum, n}, {&plain, n * value_dim}, {&packed, page_room}, {&bias, n * groups},
-                            {&page, page_room}, {&scales, scale_room}, {&zeros, scale_room}};
+                            {&max, n}, {&sum, n}, {&plain, value_room}, {&packed, value_room}, {&page, value_room},
+                            {&bias, n * groups}, {&scales, scale_room}, {&zeros, scale_room}};
     int64_t total = 0;
     for (const Block& block : blocks) total += align16(block.size);
     memory.assign(total, 0.f);
@@ -45,28 +46,28 @@ struct Task {
       *block.at = next;
       next += align16(block.size);
     }
-    query_stride = dim;
-    plain_stride = value_dim;
     load_query();
   }
-
-  int query_stride, plain_stride;
 
   void load_query() {
     const int dim = a.key.dim;
     for (int r = 0; r < rows; r++) {
-      const float* from = a.query + ((b * a.heads + h) * a.rows + first_row + r) * dim;
       float* q = query + r * query_stride;
-      for (int d = 0; d < dim; d++) q[d] = from[d] * kLog2e;
+      load_row(a.query_dtype, a.query, b * a.query_stride[0] + head_of(r) * a.query_stride[1] + token_of(r) * a.query_stride[2], dim, q);
+      for (int d = 0; d < dim; d++) q[d] *= a.scale * kLog2e;
       memcpy(rotated_query + r * query_stride, q, dim * sizeof(float));
-      if (a.key.rotated) rotate(rotated_query + r * query_stride, dim);
+      if (a.key_rotated) rotate(rotated_query + r * query_stride, dim);
       max[r] = kMinusInf;
     }
   }
 
+  // The query head and the query of row r.
+  int64_t head_of(int r) const { return h * a.n_rep + (first_row + r) / a.q_len; }
+  int64_t token_of(int r) const { return (first_row + r) % a.q_len; }
+
   void add_sink_logits() {
     for (int r = 0; r < rows && a.sink_logits; r++) {
-      max[r] = a.sink_logits[h * a.rows + first_row + r] * kLog2e;
+      max[r] = a.sink_logits[head_of(r)] * kLog2e;
       sum[r] = 1.f;
     }
   }
@@ -82,7 +83,7 @@ struct Task {
         for (int t = 0; t < tokens; t++) s[t] = cap * std::tanh(s[t] / cap);
       }
       if (a.mask) {
-        const float* m = a.mask + b * a.mask_stride[0] + h * a.mask_stride[1] + (first_row + r) * a.mask_stride[2] + column;
+        const float* m = a.mask + b * a.mask_stride[0] + head_of(r) * a.mask_stride[1] + token_of(r) * a.mask_stride[2] + column;
         for (int t = 0; t < tokens; t++) s[t] = m[t] == kMinusInf ? kMinusInf : s[t] + m[t] * kLog2e;
       }
       const int padded = int(align16(tokens));
@@ -107,11 +108,10 @@ struct Task {
 
   // The largest of n numbers, n a multiple of 16, NaN left aside.
   static float largest(const float* x, int n) {
-    Vf top = load(x);
+    const Vf zero = {};
+    Vf top = zero + kMinusInf;
     for (int t = 0; t < n; t += LANES) top = load(x + t) > top ? load(x + t) : top;
-    float best = kMinusInf;
-    for (int j = 0; j < LANES; j++) best = top[j] > best ? top[j] : best;
-    return best;
+    return max_of(top);
   }
 
   static bool has_nan(const float* x, int n) {
@@ -125,31 +125,38 @@ struct Task {
     const float keep = max[r] == kMinusInf ? 0.f : exp2_nonpositive(max[r] - top);
     max[r] = top;
     sum[r] *= keep;
-    for (int d = 0; d < a.value.dim; d++) plain[r * plain_stride + d] *= keep;
-    for (int d = 0; d < fields * value_lanes; d++) packed[r * fields * value_lanes + d] *= keep;
+    for (int d = 0; d < a.value.dim; d++) plain[r * value_stride + d] *= keep;
+    for (int d = 0; d < a.value.dim; d++) packed[r * value_stride + d] *= keep;
   }
 
-  template <class LoadRow>
-  void exact(const KvqSegment& s, LoadRow load_row) {
-    const int count = s.count[b];
-    std::vector<float> row(std::max(align16(a.key.dim), align16(a.value.dim)));
-    for (int first = 0; first < count; first += tokens_at_most) {
-      const int tokens = std::min(tokens_at_most, count - first);
-      const int64_t token = s.first[b] + first;
+  // Adds `count` tokens of a segment from `first` on, the first of which is at `column`.
+  void exact(const KvqSegment& s, int64_t first, int64_t count, int64_t column) {
+    std::vector<float> row(std::max(query_stride, value_stride));
+    for (int64_t done = 0; done < count; done += tokens_at_most) {
+      const int tokens = int(std::min<int64_t>(tokens_at_most, count - done));
+      const int64_t token = first + done;
       for (int t = 0; t < tokens; t++) {
-        load_row(s.key, b * s.key_stride[0] + h * s.key_stride[1] + (token + t) * s.key_stride[2], a.key.dim, row.data());
+        load_row(a.dtype, s.key, b * s.key_stride[0] + h * s.key_stride[1] + (token + t) * s.key_stride[2], a.key.dim, row.data());
         for (int r = 0; r < rows; r++) scores[r * tokens_at_most + t] = dot(query + r * query_stride, row.data(), a.key.dim);
       }
-      if (!softmax(tokens, s.column[b] + first)) continue;
+      if (!softmax(tokens, column + done)) continue;
       for (int t = 0; t < tokens; t++) {
-        load_row(s.value, b * s.value_stride[0] + h * s.value_stride[1] + (token + t) * s.value_stride[2], a.value.dim, row.data());
+        load_row(a.dtype, s.value, b * s.value_stride[0] + h * s.value_stride[1] + (token + t) * s.value_stride[2], a.value.dim, row.data());
         for (int r = 0; r < rows; r++) {
           const float p = scores[r * tokens_at_most + t];
-          float* out = plain + r * plain_stride;
+          float* __restrict out = plain + r * value_stride;
           for (int d = 0; d < a.value.dim; d++) out[d] += p * row[d];
         }
       }
     }
+  }
+
+  void exact_segments() {
+    const int64_t start = a.start[b], sinks = a.num_pages[b] ? a.sinks.tokens : 0;
+    const int64_t tail = start + sinks + int64_t(a.num_pages[b]) * a.page_size;
+    exact(a.sinks, 0, sinks, start);
+    exact(a.tail, tail - (a.settled - a.tail.tokens), a.settled - tail, tail);
+    exact(a.chunk, 0, a.chunk.tokens, a.settled);
   }
 
   // [rows][2 + 2 * value dim]: maximum, sum, exact part, part in the basis of the pages.
@@ -158,11 +165,8 @@ struct Task {
     for (int r = 0; r < rows; r++, out += 2 + 2 * dim) {
       out[0] = max[r];
       out[1] = sum[r];
-      memcpy(out + 2, plain + r * plain_stride, dim * sizeof(float));
-      for (int d = 0; d < dim; d++) {
-        const int f = d / words_per_row, w = d % words_per_row;
-        out[2 + dim + d] = packed[(r * fields + f) * value_lanes + w];
-      }
+      memcpy(out + 2, plain + r * value_stride, dim * sizeof(float));
+      memcpy(out + 2 + dim, packed + r * value_stride, dim * sizeof(float));
     }
   }
 };
