@@ -127,18 +127,34 @@ class PartLayout:
         packed = by_field[0].clone(memory_format=torch.contiguous_format)
         for i in range(1, self.fields):
             packed |= by_field[i] << (i * self.fmt.bits)
-        return packed.flatten(2)
+        return packed.flatten(2) if self.is_key else self._to_columns(packed).flatten(2)
+
+    def _to_columns(self, words: Tensor) -> Tensor:
+        """[pages, H, row, block, word, byte] -> [pages, H, block, bytes of its columns], columns of up to 16 words."""
+        columns = words.transpose(2, 3).split(WORD_LANES, dim=4)  # each [pages, H, block, row, word, byte]
+        return torch.cat([column.flatten(3) for column in columns], dim=3)
+
+    def _from_columns(self, blocks: Tensor) -> Tensor:
+        """The inverse of `_to_columns`."""
+        words, rows = self.block // self.fields, self.shape.page_size // 4
+        widths = [min(WORD_LANES, words - first) for first in range(0, words, WORD_LANES)]
+        columns = blocks.split([4 * rows * width for width in widths], dim=3)
+        restored = [column.unflatten(3, (rows, -1, 4)) for column in columns]
+        by_block: Tensor = torch.cat(restored, dim=4)
+        return by_block.transpose(2, 3)
 
     def _from_words(self, packed: Tensor) -> Tensor:
         """The inverse of `_to_words`."""
         bits, (_, size, dim) = self.fmt.bits, self.shape
-        by_field = torch.stack([(packed >> (i * bits)) & (2**bits - 1) for i in range(self.fields)])
         if self.is_key:
-            words = by_field.unflatten(3, (size // (self.fields * WORD_LANES), dim // 4, WORD_LANES, 4))
-            codes: Tensor = words.permute(1, 2, 3, 0, 5, 4, 6)  # [pages, H, block, field, lane, word, byte]
+            words = packed.unflatten(2, (size // (self.fields * WORD_LANES), dim // 4, WORD_LANES, 4))
         else:
-            words = by_field.unflatten(3, (size // 4, dim // self.block, self.block // self.fields, 4))
-            codes = words.permute(1, 2, 3, 6, 4, 0, 5)  # [pages, H, row, byte, block, field, word]
+            words = self._from_columns(packed.unflatten(2, (dim // self.block, -1)))
+        by_field = torch.stack([(words >> (i * bits)) & (2**bits - 1) for i in range(self.fields)])
+        if self.is_key:
+            codes: Tensor = by_field.permute(1, 2, 3, 0, 5, 4, 6)  # [pages, H, block, field, lane, word, byte]
+        else:
+            codes = by_field.permute(1, 2, 3, 6, 4, 0, 5)  # [pages, H, row, byte, block, field, word]
         return codes.reshape(*packed.shape[:2], size, dim)
 
     def _write_scales(self, heads: Tensor, first: int, scales: Tensor) -> None:

@@ -36,13 +36,17 @@ def test_hand_computed_key_words():
 
 
 def test_hand_computed_value_words():
-    part = PartLayout(INT2_PER_TOKEN, StateShape(1, 8, 128), first=0, is_key=False)
-    codes = torch.zeros(1, 1, 8, 128, dtype=torch.uint8)
+    fmt = QuantFormat("g", INT2_PER_TOKEN.grid, "per_token", group_size=80)  # 20 words: columns of 16 and of 4
+    part = PartLayout(fmt, StateShape(1, 8, 160), first=0, is_key=False)
+    codes = torch.zeros(1, 1, 8, 160, dtype=torch.uint8)
     for field, code in enumerate((1, 2, 3, 1)):
-        codes[0, 0, 6, 64 + 16 * field + 5] = code  # of the second group of 64 channels, those that share its word 5
-    words = part._to_words(codes)[0, 0]  # token 6 is byte 2 of row 1, which has 32 words
-    assert words.nonzero().flatten().tolist() == [(1 * 32 + 16 + 5) * 4 + 2]
-    assert words[(1 * 32 + 16 + 5) * 4 + 2] == 0b01_11_10_01
+        codes[0, 0, 6, 80 + 20 * field + 18] = code  # of the second group, the channels that share its word 18
+    words = part._to_words(codes)[0, 0]
+    at = 4 * (2 * 20)  # bytes of the first group: two rows of four tokens
+    at += 4 * (2 * 16)  # and of the first column
+    at += 4 * (4 + 18 - 16) + 2  # token 6 is byte 2 of row 1
+    assert words.nonzero().flatten().tolist() == [at]
+    assert words[at] == 0b01_11_10_01
 
 
 def test_codes_are_truly_packed():

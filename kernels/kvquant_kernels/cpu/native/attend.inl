@@ -2,8 +2,9 @@
 // Included by attend.cpp, which is compiled once for each; LANES is the number of floats in one of its registers.
 //
 // Layout of codes (layout.py): 32-bit words whose byte e belongs to channel 4i + e (keys) or token 4i + e (values), with
-// 16 tokens (keys) or channels (values) side by side, so that unpacking and products need no horizontal sums. A byte holds
-// 8 / bits fields; field f belongs to the f-th block of 16 tokens, or of channels of a group that share their weights.
+// 16 tokens (keys) or channels (values) side by side, so that unpacking and products need no horizontal sums, and in the
+// order in which loops read them. A byte holds 8 / bits fields; field f belongs to the f-th block of 16 tokens, or of
+// channels of a group that share their weights.
 
 #include <algorithm>
 #include <cmath>

@@ -99,12 +99,18 @@ struct PageReader : Task {
         for (int r = 0; r < rows; r += kGroupOfRows)
           with_constant<kGroupOfRows>(rows - r, [&](auto count) {
             value_products<CODE, BITS, count.value>(
-                record + 4 * (g * words_per_group + w), a.value.dim / fields, a.page_size,
+                column(record, g, w) + 4 * (w % kWordLanes), column_width(w), a.page_size,
                 weights + (int64_t(g) * rows + r) * tokens_at_most, tokens_at_most, page + r * value_stride + g * value_group + w,
                 value_stride, words_per_group, std::min(LANES, words_per_group - w), r ? 0 : ahead);
           });
     add_page();
   }
+
+  // The column of up to 16 words that holds word w of a group, and how many it has.
+  const uint8_t* column(const uint8_t* record, int group, int w) const {
+    return record + int64_t(a.page_size) * (group * words_per_group + w / kWordLanes * kWordLanes);
+  }
+  int column_width(int w) const { return std::min(kWordLanes, words_per_group - w / kWordLanes * kWordLanes); }
 
   void fold_token_scales() {
     for (int g = 0; g < groups; g++)
@@ -149,7 +155,7 @@ struct PageReader : Task {
       q[r].step = rounded.step;
       q[r].offset = rounded.offset;
     }
-    in_blocks<BITS>(rows, a.page_size / kTokens, [&](auto count, auto lines, int r, int line) {
+    in_blocks<BITS>(rows, 0, a.page_size / kTokens, [&](auto count, auto lines, int r, int line) {
       vnni_key_products<BITS, count.value, lines.value>(record + line * 16 * a.key.dim, q + r, a.key.dim,
                                                         scores + r * tokens_at_most + line * kTokens, tokens_at_most,
                                                         r ? 0 : ahead);
@@ -161,15 +167,18 @@ struct PageReader : Task {
     float step[kMostGroups * kMostRows];
     uint8_t *high = bytes.data(), *low = high + int64_t(groups) * rows * tokens_at_most;
     round_page_weights<BITS>(step, high, low);
-    for (int g = 0; g < groups; g++)
-      in_blocks<BITS>(rows, (words_per_group + 15) / 16, [&](auto count, auto lines, int r, int line) {
+    const int whole = words_per_group / kWordLanes;
+    for (int g = 0; g < groups; g++) {
+      const auto add = [&](auto count, auto lines, int r, int line) {
         const int64_t at = int64_t(g) * rows + r;
         const RoundedWeights p = {high + at * tokens_at_most, low + at * tokens_at_most, step + at, tokens_at_most};
-        vnni_value_products<BITS, count.value, lines.value>(
-            record + 4 * (g * words_per_group + 16 * line), a.value.dim / fields, a.page_size, p,
-            page + r * value_stride + g * value_group + 16 * line, value_stride, words_per_group, words_per_group - 16 * line,
-            r ? 0 : ahead);
-      });
+        vnni_value_products<BITS, count.value, lines.value>(column(record, g, 16 * line), column_width(16 * line), a.page_size, p,
+                                                            page + r * value_stride + g * value_group + 16 * line, value_stride,
+                                                            words_per_group, r ? 0 : ahead);
+      };
+      in_blocks<BITS>(rows, 0, whole, add);
+      if (words_per_group % kWordLanes) in_blocks<BITS>(rows, whole, whole + 1, add);
+    }
     add_page();
   }
 

@@ -48,14 +48,14 @@ inline void key_products(const uint8_t* words, const float* q, int q_stride, int
   }
 }
 
-// sum[r][f * field_stride + lane] = sum over tokens of p[r][t] * code(t, channel), for `lanes` words.
+// sum[r][f * field_stride + lane] = sum over tokens of p[r][t] * code(t, channel), for `lanes` of a column of `width` words.
 template <int CODE, int BITS, int ROWS>
-inline void value_products(const uint8_t* words, int words_per_row, int tokens, const float* p, int p_stride, float* sum,
+inline void value_products(const uint8_t* words, int width, int tokens, const float* p, int p_stride, float* sum,
                            int sum_stride, int field_stride, int lanes, int64_t ahead) {
   constexpr int kFields = 8 / BITS;
   Vf acc[ROWS][kFields] = {};
   for (int i = 0; i < tokens / 4; i++) {
-    const uint8_t* at = words + int64_t(4) * i * words_per_row;
+    const uint8_t* at = words + int64_t(4) * i * width;
     const Vi w = load_words(at);
     prefetch(at + ahead);
     for (int e = 0; e < 4; e++)

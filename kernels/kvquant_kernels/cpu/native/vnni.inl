@@ -34,15 +34,15 @@ constexpr int kRowsAtOnce = BITS == 2 ? 2 : kGroupOfRows;
 template <int BITS, int ROWS>
 constexpr int kLinesAtOnce = std::max(1, kRowsAtOnce<BITS> / ROWS * (BITS == 8 ? 2 : 1));
 
-// Calls f with ROWS rows and LINES lines at a time, for all of them: f(ROWS, LINES, row, line).
+// Calls f with ROWS rows and LINES of the lines first..last-1 at a time, for all of them: f(ROWS, LINES, row, line).
 template <int BITS, class F>
-inline void in_blocks(int rows, int lines, F f) {
+inline void in_blocks(int rows, int first, int last, F f) {
   for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
     with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
       constexpr int kLines = kLinesAtOnce<BITS, count.value>;
-      int line = 0;
-      for (; line + kLines <= lines; line += kLines) f(count, Int<kLines>(), r, line);
-      for (; line < lines; line++) f(count, Int<1>(), r, line);
+      int line = first;
+      for (; line + kLines <= last; line += kLines) f(count, Int<kLines>(), r, line);
+      for (; line < last; line++) f(count, Int<1>(), r, line);
     });
 }
 
@@ -90,11 +90,11 @@ struct RoundedWeights {
   int stride;
 };
 
-// sum[r][f * field_stride + lane] = step[r] * (weights . codes), for `lanes` of LINES times 16 words; codes of 8 bits
-// less 128.
+// sum[r][f * field_stride + lane] = step[r] * (weights . codes), for LINES columns of 16 words, or one of `width` words;
+// codes of 8 bits less 128.
 template <int BITS, int ROWS, int LINES>
-KVQ_NOINLINE void vnni_value_products(const uint8_t* words, int words_per_row, int tokens, RoundedWeights p, float* sum, int sum_stride,
-                                int field_stride, int lanes, int64_t ahead) {
+KVQ_NOINLINE void vnni_value_products(const uint8_t* words, int width, int tokens, RoundedWeights p, float* sum, int sum_stride,
+                                      int field_stride, int64_t ahead) {
   constexpr int kFields = 8 / BITS, kBlocks = LINES * kFields;
   __m512i high[ROWS][kBlocks], low[ROWS][kBlocks];
   for (int r = 0; r < ROWS; r++)
@@ -102,7 +102,7 @@ KVQ_NOINLINE void vnni_value_products(const uint8_t* words, int words_per_row, i
   for (int i = 0; i < tokens / 4; i++) {
     __m512i code[kBlocks];
     for (int line = 0; line < LINES; line++) {
-      const uint8_t* at = words + int64_t(4) * i * words_per_row + 64 * line;
+      const uint8_t* at = words + 4 * (int64_t(i) * width + line * 4 * tokens);
       __m512i w = _mm512_loadu_si512(at);
       prefetch(at + ahead);
       if (BITS == 8) w = _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80));
@@ -116,12 +116,13 @@ KVQ_NOINLINE void vnni_value_products(const uint8_t* words, int words_per_row, i
       }
     }
   }
+  const __mmask16 lanes = (__mmask16)((1u << width) - 1);
   for (int r = 0; r < ROWS; r++)
     for (int i = 0; i < kBlocks; i++) {
-      const int line = i / kFields, f = i % kFields, here = std::min(16, lanes - 16 * line);
+      const int line = i / kFields, f = i % kFields;
       const __m512i both = _mm512_add_epi32(_mm512_slli_epi32(high[r][i], 8), low[r][i]);
       const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(both), _mm512_set1_ps(p.step[r]));
-      _mm512_mask_storeu_ps(sum + r * sum_stride + f * field_stride + 16 * line, (__mmask16)((1u << here) - 1), product);
+      _mm512_mask_storeu_ps(sum + r * sum_stride + f * field_stride + 16 * line, lanes, product);
     }
 }
 
