@@ -33,7 +33,7 @@ asan: $(INSTALLED)
 	$(BIN)/python -c "import pathlib, setup; setup.build_library('g++', pathlib.Path('$(SANITIZED)'), \
 	  '-fsanitize=address,undefined -fno-sanitize-recover=undefined -g -O1'.split())"
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	  KVQUANT_CPU_LIBRARY=$(SANITIZED) $(BIN)/python -m pytest -n 0 tests/kvquant_kernels/cpu/test_attend.py
+	  KVQUANT_CPU_LIBRARY=$(SANITIZED) $(BIN)/python -m pytest -n 0 tests/kvquant_kernels/cpu/test_attend.py tests/kvquant_kernels/cpu/test_records.py
 
 # One wheel for every Python, with the native library for this platform.
 wheel: $(INSTALLED)

@@ -22,7 +22,7 @@ LIBRARY = "libkvquant_cpu.so"
 # No -ffast-math, which would switch the whole process to flushing denormals; no -march=native, since wheels travel.
 # -Wno-(maybe-)uninitialized: GCC 12 warns about its own AVX512 headers.
 FLAGS = (
-    "-O3 -std=c++17 -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast "
+    "-O3 -std=c++17 -fPIC -fopenmp -fno-math-errno -fno-trapping-math "
     "-fvisibility=hidden -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized -Wno-uninitialized"
 ).split()
 VARIANTS = {
@@ -45,7 +45,9 @@ def build_library(compiler: str, target: Path, extra: list[str]) -> None:
     machine = {"AMD64": "x86_64"}.get(platform.machine(), platform.machine())
     jobs = {"dispatch": ["dispatch.cpp"]}
     for name, flags in VARIANTS.get(machine, GENERIC).items():
-        jobs[name] = ["attend.cpp", f"-DKVQ_VARIANT={name}", *flags]
+        variant = [f"-DKVQ_VARIANT={name}", *flags]
+        jobs[f"attend_{name}"] = ["attend.cpp", "-ffp-contract=fast", *variant]
+        jobs[f"seal_{name}"] = ["seal.cpp", "-ffp-contract=off", *variant]
     with tempfile.TemporaryDirectory() as folder:
 
         def compile_one(name: str) -> str:

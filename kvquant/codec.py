@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvquant.formats import Clip, QuantFormat
+from kvquant.formats import QuantFormat
 from kvquant.rotation import rotate
 
 
@@ -44,7 +44,7 @@ def quantize(x: Tensor, fmt: QuantFormat) -> Quantized:
     if fmt.clip is None:
         scale, zero_point = _fit(low, high, fmt)
     else:
-        scale, zero_point = _search_clip(groups, low, high, fmt, fmt.clip)
+        scale, zero_point = _search_clip(groups, low, high, fmt, fmt.clip.norm)
     codes = fmt.grid.encode(groups, zero_point, _divisor(scale))
     half_scale, half_zero = scale.to(torch.float16).squeeze(dim), zero_point.to(torch.float16).squeeze(dim)
     return Quantized(codes.reshape(x.shape), half_scale, None if fmt.symmetric else half_zero, fmt)
@@ -112,14 +112,14 @@ def _divisor(scale: Tensor) -> Tensor:
     return scale.masked_fill(scale == 0, 1.0)
 
 
-def _search_clip(groups: Tensor, low: Tensor, high: Tensor, fmt: QuantFormat, clip: Clip) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of the least error per group among the ranges that `clip` allows."""
+def _search_clip(groups: Tensor, low: Tensor, high: Tensor, fmt: QuantFormat, norm: float) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of the least error per group among the ranges that clipping allows."""
     best_scale, best_zero, best_error = torch.zeros_like(low), torch.zeros_like(low), torch.full_like(low, torch.inf)
-    for ratio in clip.ratios:
-        scale, zero_point = _fit(*_shrink(low, high, ratio, fmt), fmt)
+    for factor in shrink_factors(fmt):
+        scale, zero_point = _fit(*_shrink(low, high, factor, fmt), fmt)
         codes = fmt.grid.encode(groups, zero_point, _divisor(scale))
         residue = fmt.grid.decode(codes).mul_(scale).add_(zero_point).sub_(groups)
-        error = residue.abs_().pow_(clip.norm).sum(fmt.group_dim, keepdim=True)
+        error = _sum_by_halves(_power(residue, norm), fmt.group_dim)
         is_better = error < best_error
         best_scale = torch.where(is_better, scale, best_scale)
         best_zero = torch.where(is_better, zero_point, best_zero)
@@ -128,9 +128,34 @@ def _search_clip(groups: Tensor, low: Tensor, high: Tensor, fmt: QuantFormat, cl
     return best_scale.masked_fill_(is_bad, torch.nan), best_zero
 
 
-def _shrink(low: Tensor, high: Tensor, ratio: float, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
-    """The range scaled by `ratio` around its middle, or around zero for symmetric formats."""
+def _power(x: Tensor, norm: float) -> Tensor:
+    """|x| ** norm; of norms 2 and 4 by multiplications, which every device rounds alike."""
+    if norm not in (2.0, 4.0):
+        return x.abs_().pow_(norm)
+    square = x.mul_(x)
+    return square.mul_(square) if norm == 4.0 else square
+
+
+def _sum_by_halves(x: Tensor, dim: int) -> Tensor:
+    """The sum over `dim`, which is kept: its second half is added to its first, again and again.
+
+    The order is part of the clipping search, which has to find the same range on every device. Overwrites x.
+    """
+    while (n := x.shape[dim]) > 1:
+        x.narrow(dim, 0, n // 2).add_(x.narrow(dim, n - n // 2, n // 2))
+        x = x.narrow(dim, 0, n - n // 2)  # that of an odd number in the middle waits
+    return x
+
+
+def shrink_factors(fmt: QuantFormat) -> list[float]:
+    """For each ratio that clipping tries, what it cuts off a group's range, as `_shrink` uses it."""
+    assert fmt.clip is not None
+    return [ratio if fmt.symmetric else 0.5 * (1.0 - ratio) for ratio in fmt.clip.ratios]
+
+
+def _shrink(low: Tensor, high: Tensor, factor: float, fmt: QuantFormat) -> tuple[Tensor, Tensor]:
+    """The range times `factor` around zero for symmetric formats, else less `factor` of its width at both ends."""
     if fmt.symmetric:
-        return low * ratio, high * ratio
-    cut = (high - low) * (0.5 * (1.0 - ratio))
+        return low * factor, high * factor
+    cut = (high - low) * factor
     return low + cut, high - cut

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, Protocol
@@ -9,14 +10,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvquant.codec import Quantized
+from kvquant.codec import Quantized, StateCodec
 from kvquant.formats import QuantFormat
 
 ALIGNMENT = 16  # bytes; the widest load of the devices we target
 
 
 class PageLayout(Protocol):
-    """The bytes of one page: the keys and values of `page_size` tokens of one layer."""
+    """The bytes of one page: the keys and values of `page_size` tokens of one layer.
+
+    A layout that can do so faster may seal and restore pages in its own way, to the same numbers.
+    """
 
     @property
     def page_bytes(self) -> int: ...
@@ -30,6 +34,14 @@ class PageLayout(Protocol):
     def pack(self, key: Quantized, value: Quantized) -> Tensor: ...
 
     def unpack(self, records: Tensor, part: int) -> Quantized: ...
+
+    def seal(self, key: Tensor, value: Tensor, codecs: Sequence[StateCodec]) -> Tensor:
+        """Records uint8 [pages, page_bytes] of states [pages, H, page_size, D] in the model's basis."""
+        return self.pack(codecs[0].encode(key), codecs[1].encode(value))
+
+    def restore(self, records: Tensor, part: int, codec: StateCodec, dtype: torch.dtype) -> Tensor:
+        """Keys (part 0) or values (part 1) of records in the model's basis: [pages, H, page_size, D] of `dtype`."""
+        return codec.restore(codec.decode(self.unpack(records, part))).to(dtype)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -146,7 +158,7 @@ class _Section:
         return _bytes_at(records, first, self.scale_bytes)
 
 
-class PlainLayout:
+class PlainLayout(PageLayout):
     """Key codes | key scales | key zero points | value codes | value scales | value zero points, 16-byte aligned.
 
     Codes are packed over a whole page in the order [head, token, channel].

@@ -160,13 +160,8 @@ class Snapshot:
         """
         assert self.pool is not None
         records = self.pool.read(group.pages(first, last))
-        return [self._decode(records, part, len(group.rows)) for part in parts]
-
-    def _decode(self, records: Tensor, part: int, num_rows: int) -> Tensor:
-        quantized = self.layout.unpack(records, part)
-        states = self.config.codec(part).decode(quantized)  # [rows * pages, Hkv, page_size, D]
-        by_row: Tensor = states.unflatten(0, (num_rows, -1))
-        return by_row.transpose(1, 2).flatten(2, 3)
+        states = (self.config.codec(part).decode(self.layout.unpack(records, part)) for part in parts)
+        return [_by_row(pages, len(group.rows)) for pages in states]
 
     def columns(self, part: int, first: int = 0, last: int | None = None) -> Tensor:
         """Keys (part 0) or values (part 1) of columns first..last-1 in the model's basis and dtype; padding is zero.
@@ -193,8 +188,16 @@ class Snapshot:
         last = min(group.num_pages, -(-(window.last - first_column) // size))
         for run in range(first, last, RUN_PAGES):
             stop = min(run + RUN_PAGES, last)
-            (states,) = self.page_states(group, (part,), run, stop)
-            window.write(first_column + run * size, self.config.codec(part).restore(states))
+            assert self.pool is not None
+            records = self.pool.read(group.pages(run, stop))
+            states = self.layout.restore(records, part, self.config.codec(part), self.chunk[part].dtype)
+            window.write(first_column + run * size, _by_row(states, len(group.rows)))
+
+
+def _by_row(states: Tensor, num_rows: int) -> Tensor:
+    """[rows * pages, H, page_size, D] -> [rows, H, pages * page_size, D]"""
+    by_row: Tensor = states.unflatten(0, (num_rows, -1))
+    return by_row.transpose(1, 2).flatten(2, 3)
 
 
 # Pages dequantized at a time: bounds the scratch memory of reading, whatever the length of the cache.

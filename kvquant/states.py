@@ -212,9 +212,8 @@ class LayerStates:
         run = RUN_PAGES * self.config.page_size
         for first in range(0, states.num_tokens, run):
             key, value = (_to_pages(part, self.config.page_size) for part in states.tokens(first, first + run))
-            records = self._layout_pool().layout.pack(
-                self.config.codec(0).encode(key.flatten(0, 1)), self.config.codec(1).encode(value.flatten(0, 1))
-            )
+            codecs = [self.config.codec(part) for part in (0, 1)]
+            records = self._layout_pool().layout.seal(key.flatten(0, 1), value.flatten(0, 1), codecs)
             written = self._layout_pool().write(records)
             per_row = key.shape[1]
             for i, row in enumerate(pages):

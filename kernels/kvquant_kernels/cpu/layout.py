@@ -5,16 +5,18 @@ That is the order in which vector registers unpack and multiply them, without su
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvquant.codec import Quantized
+from kvquant.codec import Quantized, StateCodec
 from kvquant.formats import FloatGrid, QuantFormat
-from kvquant.layout import PagePart, StateShape
+from kvquant.layout import PageLayout, PagePart, StateShape
 from kvquant_kernels.cpu import library
+from kvquant_kernels.cpu import records as native
 
 WORD_LANES = 16
 ALIGNMENT = 64  # bytes; a cache line
@@ -170,7 +172,7 @@ class PartLayout:
         return by_group.transpose(2, 3).contiguous()
 
 
-class CpuLayout:
+class CpuLayout(PageLayout):
     """All heads' keys, then all heads' values; each head's part starts on a cache line."""
 
     def __init__(self, key: PagePart, value: PagePart) -> None:
@@ -199,6 +201,19 @@ class CpuLayout:
     def unpack(self, records: Tensor, part: int) -> Quantized:
         """The keys (part 0) or values (part 1) of records uint8 [pages, page_bytes]."""
         return self.parts[part].read(records)
+
+    def seal(self, key: Tensor, value: Tensor, codecs: Sequence[StateCodec]) -> Tensor:
+        if not all(native.can_seal(part, codec) for part, codec in zip((key, value), codecs, strict=True)):
+            return super().seal(key, value, codecs)
+        records = torch.zeros(key.shape[0], self.page_bytes, dtype=torch.uint8)
+        for part, states, codec in zip(self.parts, (key, value), codecs, strict=True):
+            native.seal(states, records, part, codec)
+        return records
+
+    def restore(self, records: Tensor, part: int, codec: StateCodec, dtype: torch.dtype) -> Tensor:
+        if not native.can_restore(dtype):
+            return super().restore(records, part, codec, dtype)
+        return native.restore(records, self.parts[part], codec, dtype)
 
 
 def unsupported(part: PagePart, is_key: bool) -> str | None:

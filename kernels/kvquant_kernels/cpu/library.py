@@ -60,6 +60,20 @@ class Attend(Structure):
     ]
 
 
+class Pages(Structure):
+    """KvqPages of native/kvq.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("states", "records", "shrink")),
+        ("stride", Strides),
+        ("page_bytes", c_int64),
+        *((name, c_int32) for name in "pages heads page_size dtype num_threads is_key rotated".split()),
+        *((name, c_int32) for name in ("top", "num_shrinks", "norm")),
+        ("half_width", c_float),
+        ("part", Part),
+    ]
+
+
 @dataclass(frozen=True)
 class Library:
     """The loaded library. variants: the instruction sets it was built for; best: the number of the one in use."""
@@ -70,6 +84,14 @@ class Library:
 
     def attend(self, arguments: Attend, variant: int | None = None) -> None:
         self.handle.kvq_attend(ctypes.byref(arguments), self.best if variant is None else variant)
+
+    def seal(self, arguments: Pages, variant: int | None = None) -> None:
+        """Writes states into records."""
+        self.handle.kvq_seal(ctypes.byref(arguments), self.best if variant is None else variant)
+
+    def restore(self, arguments: Pages, variant: int | None = None) -> None:
+        """Writes what records hold into states."""
+        self.handle.kvq_restore(ctypes.byref(arguments), self.best if variant is None else variant)
 
 
 @dataclass(frozen=True)
@@ -89,14 +111,17 @@ def load() -> Library | Missing:
         return Missing(f"there is no {path.name}: {reason}")
     try:
         handle = ctypes.CDLL(str(path))
-        found = [handle.kvq_abi(i) for i in range(4)]
+        structures = (Attend, Part, Segment, Pages)
+        found = [handle.kvq_abi(i) for i in range(1 + len(structures))]
     except (OSError, AttributeError) as error:
         return Missing(f"{path.name} cannot be loaded: {error}")
-    if found != [ABI, *(ctypes.sizeof(structure) for structure in (Attend, Part, Segment))]:
+    if found != [ABI, *(ctypes.sizeof(structure) for structure in structures)]:
         return Missing(f"{path.name} belongs to another version of kvquant; install it again")
     best = handle.kvq_best_variant()
     if best < 0:
         return Missing(f"{path.name} has no variant for this processor")
     handle.kvq_variants.restype = c_char_p
-    handle.kvq_attend.argtypes, handle.kvq_attend.restype = [POINTER(Attend), c_int32], None
+    for name, structure in (("kvq_attend", Attend), ("kvq_seal", Pages), ("kvq_restore", Pages)):
+        function = getattr(handle, name)
+        function.argtypes, function.restype = [POINTER(structure), c_int32], None
     return Library(handle, tuple(handle.kvq_variants().decode().rstrip(",").split(",")), best)

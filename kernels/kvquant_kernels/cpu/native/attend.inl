@@ -18,6 +18,7 @@
 #endif
 
 #include "kvq.h"
+#include "names.inl"
 
 namespace {
 
@@ -51,10 +52,6 @@ void merge(const KvqAttend& a, const float* partial, int64_t split_stride, int s
 }
 
 }  // namespace
-
-#define KVQ_PASTE2(a, b) a##b
-#define KVQ_PASTE(a, b) KVQ_PASTE2(a, b)
-#define KVQ_NAME(name) KVQ_PASTE(name, KVQ_VARIANT)
 
 void KVQ_NAME(kvq_attend_)(const KvqAttend& a) {
   const int rows = a.n_rep * a.q_len, row_blocks = (rows + kMostRows - 1) / kMostRows;

@@ -7,13 +7,20 @@
 #define KVQ_VARIANTS(X) X(generic)
 #endif
 
-#define DECLARE(name) void kvq_attend_##name(const KvqAttend&);
+#define DECLARE(name)                     \
+  void kvq_attend_##name(const KvqAttend&); \
+  void kvq_seal_##name(const KvqPages&);    \
+  void kvq_restore_##name(const KvqPages&);
 KVQ_VARIANTS(DECLARE)
 
-using Attend = void (*)(const KvqAttend&);
+struct Variant {
+  void (*attend)(const KvqAttend&);
+  void (*seal)(const KvqPages&);
+  void (*restore)(const KvqPages&);
+};
 
-#define ADDRESS(name) kvq_attend_##name,
-static const Attend kAttend[] = {KVQ_VARIANTS(ADDRESS)};
+#define ADDRESSES(name) {kvq_attend_##name, kvq_seal_##name, kvq_restore_##name},
+static const Variant kVariants[] = {KVQ_VARIANTS(ADDRESSES)};
 
 #define NAME(name) #name ","
 // The names of the variants, in the order of their numbers, each followed by a comma.
@@ -35,8 +42,10 @@ KVQ_EXPORT int kvq_best_variant() {
 
 // The version, and the sizes that Python's view of the structs must have.
 KVQ_EXPORT int kvq_abi(int what) {
-  const int found[] = {KVQ_ABI, sizeof(KvqAttend), sizeof(KvqPart), sizeof(KvqSegment)};
+  const int found[] = {KVQ_ABI, sizeof(KvqAttend), sizeof(KvqPart), sizeof(KvqSegment), sizeof(KvqPages)};
   return found[what];
 }
 
-KVQ_EXPORT void kvq_attend(const KvqAttend* a, int variant) { kAttend[variant](*a); }
+KVQ_EXPORT void kvq_attend(const KvqAttend* a, int variant) { kVariants[variant].attend(*a); }
+KVQ_EXPORT void kvq_seal(const KvqPages* p, int variant) { kVariants[variant].seal(*p); }
+KVQ_EXPORT void kvq_restore(const KvqPages* p, int variant) { kVariants[variant].restore(*p); }

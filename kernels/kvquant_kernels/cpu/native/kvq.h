@@ -55,4 +55,19 @@ struct KvqAttend {
   KvqSegment sinks, tail, chunk;
 };
 
+// Keys or values of whole pages, between tensors and records.
+struct KvqPages {
+  void* states;           // [pages, heads, page_size, dim] of dtype; the last dimension is dense
+  uint8_t* records;       // [pages, page_bytes]
+  const float* shrink;    // for each range that clipping tries, what it cuts off; see Block::fit
+  int64_t stride[3];      // of states: page, head, token; in elements
+  int64_t page_bytes;
+  int32_t pages, heads, page_size, dtype, num_threads, is_key, rotated;
+  int32_t top;            // the largest code
+  int32_t num_shrinks;    // 0: the whole range is taken
+  int32_t norm;           // of the error that clipping minimizes: 2 or 4
+  float half_width;       // of the grid
+  KvqPart part;
+};
+
 #define KVQ_EXPORT extern "C" __attribute__((visibility("default")))

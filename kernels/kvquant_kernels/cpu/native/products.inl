@@ -3,9 +3,6 @@
 constexpr int kWordLanes = 16;   // tokens or channels side by side in the words of a page
 constexpr int kGroupOfRows = 4;  // rows whose products share one unpacking of the codes
 
-template <int N>
-using Int = std::integral_constant<int, N>;
-
 // Calls f with the smaller of n and MOST as a compile-time constant.
 template <int MOST, class F>
 inline void with_constant(int n, F f) {

@@ -3,6 +3,9 @@
 typedef float Vf __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t Vi __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
+template <int N>
+using Int = std::integral_constant<int, N>;
+
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 
@@ -32,7 +35,7 @@ inline float half_to_float(uint16_t half) {
   return bits_of<float>(bits_of<uint32_t>(x) | sign);
 }
 
-void halves_to_floats(const uint8_t* from, float* to, int n) {
+inline void halves_to_floats(const uint8_t* from, float* to, int n) {
   int i = 0;
 #ifdef __F16C__
   for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 2 * i))));
@@ -146,17 +149,39 @@ inline float sum_of(const float* x, int n) {
   return total;
 }
 
+// One step of the rotation for distances within a vector: lanes j and j ^ DISTANCE become their sum and their difference.
+template <int DISTANCE>
+inline Vf butterfly(Vf x) {
+  Vf other = x, sign = x;
+  for (int j = 0; j < LANES; j++) {
+    other[j] = x[j ^ DISTANCE];
+    sign[j] = j & DISTANCE ? -1.f : 1.f;
+  }
+  return other + x * sign;
+}
+
+template <int DISTANCE>
+inline void butterflies(float* x, int dim, int block) {
+  if (DISTANCE >= block) return;
+  for (int i = 0; i < dim; i += LANES) store(x + i, butterfly<DISTANCE>(load(x + i)));
+  if constexpr (2 * DISTANCE < LANES) butterflies<2 * DISTANCE>(x, dim, block);
+}
+
 // Butterflies of distance 1, 2, 4, ... over blocks of the largest power of two that divides dim, as rotation.py defines.
-void rotate(float* x, int dim) {
+inline void rotate(float* x, int dim) {
   const int block = dim & -dim;
-  for (int first = 0; first < dim; first += block)
-    for (int distance = 1; distance < block; distance *= 2)
-      for (int i = first; i < first + block; i += 2 * distance)
-        for (int j = i; j < i + distance; j++) {
-          const float a = x[j], b = x[j + distance];
-          x[j] = a + b;
-          x[j + distance] = a - b;
-        }
+  int distance = 1;
+  if (dim % LANES == 0) {
+    butterflies<1>(x, dim, block);
+    distance = LANES;
+  }
+  for (; distance < block; distance *= 2)
+    for (int i = 0; i < dim; i += 2 * distance)
+      for (int j = i; j < i + distance; j++) {
+        const float a = x[j], b = x[j + distance];
+        x[j] = a + b;
+        x[j + distance] = a - b;
+      }
   const float scale = float(1.0 / std::sqrt(double(block)));
   for (int i = 0; i < dim; i++) x[i] *= scale;
 }
