@@ -1,11 +1,11 @@
-"""Attention over packed states: the reference.
+"""Attention over packed states, in plain PyTorch: the reference, and what runs where there is no kernel.
 
 It is defined as: dequantize, then softmax attention in float32. Every kernel is held to this definition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvquant.folding import FoldedPages
 from kvquant.kernel import choose
 from kvquant.rotation import rotate
-from kvquant.snapshot import RUN_PAGES, RowGroup, Snapshot
+from kvquant.snapshot import RowGroup, Snapshot
 
 # Beyond this many queries, dequantizing a layer once and calling torch's own kernel is cheaper than page by page.
 LONG_CHUNK = 64
+
+# Pages whose numbers are unpacked at once: few enough to stay in a processor's cache, enough to keep the calls few.
+_PAGES_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -129,14 +133,41 @@ def _with_equal_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor
     return query, key.repeat_interleave(n_rep, dim=1), value.repeat_interleave(n_rep, dim=1)
 
 
-class _Block(NamedTuple):
-    """Keys and values of some columns of a group, float32 [rows, Hkv, t, D], each in the rotated basis or not."""
+class _ExactBlock(NamedTuple):
+    """Keys and values of some columns of a group, float32 [rows, Hkv, t, D], in the model's basis."""
 
     columns: Tensor  # [t]
     key: Tensor
     value: Tensor
+    key_rotated: bool = False
+    value_rotated: bool = False
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Of queries [rows, Hkv, R, D]: [rows, Hkv, R, t]"""
+        return query @ self.key.transpose(-1, -2)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Of weights [rows, Hkv, R, t]: [rows, Hkv, R, Dv]"""
+        return weights @ self.value
+
+
+class _PageBlock(NamedTuple):
+    """Some pages of a group, in the basis in which they are stored. Scales are folded into queries and weights."""
+
+    columns: Tensor  # [t]
+    key: FoldedPages
+    value: FoldedPages
     key_rotated: bool
     value_rotated: bool
+
+    def scores(self, query: Tensor) -> Tensor:
+        by_page = self.key.products(query.unsqueeze(1))  # [rows, pages, Hkv, R, page_size]
+        joined: Tensor = by_page.permute(0, 2, 3, 1, 4).flatten(3)
+        return joined
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        by_page = weights.unflatten(3, (self.value.num_pages, -1)).permute(0, 3, 1, 2, 4)
+        return self.value.weighted_sum(by_page).sum(dim=1)
 
 
 def _attend_group(states: Snapshot, group: RowGroup, call: AttentionCall) -> Tensor:
@@ -154,27 +185,28 @@ def _attend_group(states: Snapshot, group: RowGroup, call: AttentionCall) -> Ten
     softmax = _RunningSoftmax(query, states.chunk.value.shape[-1], _sink_logits(call, num_kv_heads))
     rotated_query = rotate(query) if group.num_pages else query
     for block in _blocks(states, group):
-        scores = (rotated_query if block.key_rotated else query) @ block.key.transpose(-1, -2)
+        scores = block.scores(rotated_query if block.key_rotated else query)
         scores = _masked(scores.unflatten(2, heads_and_queries), block.columns, group, call).flatten(2, 3)
-        softmax.add(scores, block.value, block.value_rotated)
+        softmax.add(scores, block.weighted_sum, block.value_rotated)
     out: Tensor = softmax.output().unflatten(2, heads_and_queries)
     return out.flatten(1, 2)
 
 
-def _blocks(states: Snapshot, group: RowGroup) -> Iterator[_Block]:
+def _blocks(states: Snapshot, group: RowGroup) -> Iterator[_ExactBlock | _PageBlock]:
     """The exact states of a group as one block, then its pages in runs."""
     config, device = states.config, states.chunk.key.device
     segments = states.exact_segments(group)
     if segments:
         columns = torch.cat([torch.arange(s.first, s.first + s.states.num_tokens, device=device) for s in segments])
         key, value = (torch.cat([s.states[part] for s in segments], dim=2).to(torch.float32) for part in (0, 1))
-        yield _Block(columns, key, value, False, False)
-    for first in range(0, group.num_pages, RUN_PAGES):
-        last = min(first + RUN_PAGES, group.num_pages)
-        start = group.start + config.sinks
-        columns = torch.arange(start + first * config.page_size, start + last * config.page_size, device=device)
-        key, value = (part.to(torch.float32) for part in states.page_states(group, (0, 1), first, last))
-        yield _Block(columns, key, value, config.codec(0).rotated, config.codec(1).rotated)
+        yield _ExactBlock(columns, key, value)
+    start, size = group.start + config.sinks, config.page_size
+    rotated = [config.codec(part).rotated for part in (0, 1)]
+    for first in range(0, group.num_pages, _PAGES_AT_ONCE):
+        last = min(first + _PAGES_AT_ONCE, group.num_pages)
+        columns = torch.arange(start + first * size, start + last * size, device=device)
+        pages = [FoldedPages(part, len(group.rows)) for part in states.quantized_pages(group, first, last)]
+        yield _PageBlock(columns, pages[0], pages[1], rotated[0], rotated[1])
 
 
 def _masked(scores: Tensor, columns: Tensor, group: RowGroup, call: AttentionCall) -> Tensor:
@@ -209,17 +241,17 @@ class _RunningSoftmax:
         self._plain, self._rotated = query.new_zeros(*shape, value_dim), query.new_zeros(*shape, value_dim)
         self._has_rotated = False
 
-    def add(self, scores: Tensor, value: Tensor, is_rotated: bool) -> None:
-        """Scores [..., Q, t] of values [..., t, Dv]; -inf leaves a column out."""
+    def add(self, scores: Tensor, weighted_sum: Callable[[Tensor], Tensor], is_rotated: bool) -> None:
+        """Scores [..., Q, t], and what sums their values for weights of that shape; -inf leaves a column out."""
         maximum = torch.maximum(self._max, scores.amax(dim=-1))
         shift = maximum.masked_fill(maximum == -torch.inf, 0.0)  # all masked so far: exp(-inf - 0) = 0
         weights, keep = torch.exp(scores - shift.unsqueeze(-1)), torch.exp(self._max - shift)
         self._sum = self._sum * keep + weights.sum(dim=-1)
         self._plain, self._rotated = self._plain * keep.unsqueeze(-1), self._rotated * keep.unsqueeze(-1)
         if is_rotated:
-            self._rotated, self._has_rotated = self._rotated + weights @ value, True
+            self._rotated, self._has_rotated = self._rotated + weighted_sum(weights), True
         else:
-            self._plain = self._plain + weights @ value
+            self._plain = self._plain + weighted_sum(weights)
         self._max = maximum
 
     def output(self) -> Tensor:

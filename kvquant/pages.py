@@ -62,12 +62,13 @@ class PagePool:
         with self._lock:
             self._reserve(records.shape[0])
             slots = [self.free_slots.pop() for _ in range(records.shape[0])]
-            self.records[torch.tensor(slots, device=self.records.device)] = records
+            self.records.index_copy_(0, torch.tensor(slots, dtype=torch.long, device=self.records.device), records)
         return [Page(slot, self) for slot in slots]
 
     def read(self, pages: Sequence[Page]) -> Tensor:
         """The records uint8 [pages, page_bytes] of `pages`."""
-        return self.records[torch.tensor([page.index for page in pages], device=self.records.device)]
+        slots = torch.tensor([page.index for page in pages], dtype=torch.long, device=self.records.device)
+        return self.records.index_select(0, slots)
 
     def _reserve(self, count: int) -> None:
         missing = count - len(self.free_slots)

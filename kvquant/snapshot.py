@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvquant.codec import Quantized
 from kvquant.config import QuantConfig
 from kvquant.layout import PageLayout
 from kvquant.pages import Page, PagePool
@@ -153,15 +154,11 @@ class Snapshot:
             segments.insert(0, Segment(group.start, self.sinks.rows(group.rows)))
         return [segment for segment in segments if segment.states.num_tokens]
 
-    def page_states(self, group: RowGroup, parts: Sequence[int], first: int, last: int) -> list[Tensor]:
-        """Keys (part 0), values (part 1) or both of pages first..last-1 of a group, in the basis they are stored in.
-
-        [rows, Hkv, (last - first) * page_size, D], float32 or, for exact formats, the states' own dtype.
-        """
+    def quantized_pages(self, group: RowGroup, first: int, last: int) -> list[Quantized]:
+        """Keys and values of pages first..last-1 of a group: codes [rows * pages, Hkv, page_size, D], row by row."""
         assert self.pool is not None
         records = self.pool.read(group.pages(first, last))
-        states = (self.config.codec(part).decode(self.layout.unpack(records, part)) for part in parts)
-        return [_by_row(pages, len(group.rows)) for pages in states]
+        return [self.layout.unpack(records, part) for part in (0, 1)]
 
     def columns(self, part: int, first: int = 0, last: int | None = None) -> Tensor:
         """Keys (part 0) or values (part 1) of columns first..last-1 in the model's basis and dtype; padding is zero.

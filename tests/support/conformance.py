@@ -46,10 +46,11 @@ def _columns(snapshot, part):
     codec, config = snapshot.config.codec(part), snapshot.config
     for group in snapshot.groups():
         if group.num_pages:
-            (pages,) = snapshot.page_states(group, (part,), 0, group.num_pages)
+            pages = codec.decode(snapshot.quantized_pages(group, 0, group.num_pages)[part])
+            states = codec.restore(pages).double().unflatten(0, (len(group.rows), -1)).transpose(1, 2).flatten(2, 3)
             first = group.start + config.sinks
             rows = torch.tensor(group.rows)
-            out[rows, :, first : first + pages.shape[2]] = codec.restore(pages).double()
+            out[rows, :, first : first + states.shape[2]] = states
     return out
 
 
