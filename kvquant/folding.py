@@ -26,7 +26,9 @@ class FoldedPages:
         scale, base = _scale_and_base(quantized, num_rows)
         self._is_per_channel = fmt.is_exact or fmt.granularity == "per_channel"
         groups = 1 if self._is_per_channel else scale.shape[-1]
-        numbers = by_row.to(torch.float32) if isinstance(fmt.grid, IntegerGrid) else fmt.grid.decode(by_row).float()
+        numbers: Tensor = (
+            by_row.to(torch.float32) if isinstance(fmt.grid, IntegerGrid) else fmt.grid.decode(by_row).float()
+        )
         self._codes = numbers.unflatten(4, (groups, -1)).transpose(3, 4)  # [..., groups, page_size, channels]
         # Per channel [..., 1, 1, D]; per token [..., groups, page_size, 1].
         self._scale, self._base = (self._like_codes(x) for x in (scale, base))
@@ -43,7 +45,8 @@ class FoldedPages:
         else:
             out = (split @ self._codes.transpose(4, 5)) * self._scale.transpose(4, 5)
             out += split.sum(dim=5, keepdim=True) * self._base.transpose(4, 5)
-        return out.sum(dim=3)
+        total: Tensor = out.sum(dim=3)
+        return total
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Of tokens with weights [rows, pages, Hkv, R, page_size]: [rows, pages, Hkv, R, D]"""
