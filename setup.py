@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,9 +41,12 @@ def find_compiler() -> str | None:
     return os.environ.get("CXX") or next((cxx for cxx in ("g++", "clang++", "c++") if shutil.which(cxx)), None)
 
 
-def build_library(compiler: str, target: Path, extra: list[str]) -> None:
-    """Compiles every variant and links them. OpenMP's symbols stay open: they are those of torch's own runtime."""
-    machine = {"AMD64": "x86_64"}.get(platform.machine(), platform.machine())
+def build_library(compiler: str, target: Path, extra: list[str], machine: str = platform.machine()) -> None:
+    """Compiles every variant and links them. OpenMP's symbols stay open: they are those of torch's own runtime.
+
+    `compiler` is a command, with options or not.
+    """
+    machine, command = {"AMD64": "x86_64"}.get(machine, machine), shlex.split(compiler)
     jobs = {"dispatch": ["dispatch.cpp"]}
     for name, flags in VARIANTS.get(machine, GENERIC).items():
         variant = [f"-DKVQ_VARIANT={name}", *flags]
@@ -53,13 +57,13 @@ def build_library(compiler: str, target: Path, extra: list[str]) -> None:
         def compile_one(name: str) -> str:
             out = f"{folder}/{name}.o"
             source, *flags = jobs[name]
-            subprocess.check_call([compiler, *FLAGS, *flags, *extra, "-c", str(SOURCES / source), "-o", out])
+            subprocess.check_call([*command, *FLAGS, *flags, *extra, "-c", str(SOURCES / source), "-o", out])
             return out
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_one, jobs))
         target.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.check_call([compiler, "-shared", *extra, *objects, "-o", str(target)])
+        subprocess.check_call([*command, "-shared", *extra, *objects, "-o", str(target)])
 
 
 class BuildWithLibrary(build_py):

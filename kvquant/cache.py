@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
@@ -193,5 +194,11 @@ def _plain_memory(layer: Any) -> MemoryReport:
 
 
 def _tensors(held: Any) -> list[Tensor]:
-    """All tensors in nested dicts, lists and tuples."""
-    return [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor)]
+    """All tensors in nested dicts, lists and tuples; of those that are made of others, these."""
+    found = []
+    for leaf in pytree.tree_leaves(held):
+        if is_traceable_wrapper_subclass(leaf):
+            found += _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found

@@ -74,20 +74,34 @@ def _add_eval(verbs: Any) -> None:
 
 
 def _add_bench(verbs: Any) -> None:
-    summary = "How fast decoding is on this machine's CPU: attention alone, and a model's whole step."
+    summary = "How fast decoding is on this machine's CPU, and what memory it takes, beside transformers' own caches."
     parser = verbs.add_parser("bench", help=summary, description=summary)
     add = parser.add_argument
-    add("--bits", action="append", type=_bits, metavar="B", help="as for eval; repeatable (default: 8, 4 and 2)")
-    add("--model", help="the model whose decoding is timed (default: SmolLM2-135M-Instruct)")
+    add(
+        "--bits",
+        action="append",
+        type=_bits,
+        metavar="B",
+        help="as for eval; repeatable (default: 8, fp8, 8,4, 4, 4,2 and 2)",
+    )
+    add(
+        "--model",
+        action="append",
+        help="a model whose decoding is timed, or random-1b for random weights of Llama-3.2-1B's shape; repeatable "
+        "(default: SmolLM2-135M-Instruct)",
+    )
     add(
         "--context",
         type=_count,
         action="append",
         metavar="N",
-        help="cached tokens; repeatable (default: 2048 and 8192)",
+        help="cached tokens; repeatable (default: 1024, 8192 and 32768)",
     )
     add("--rounds", type=_count, default=15, help="rounds in which contenders take turns (default: %(default)s)")
+    add("--peers", action=argparse.BooleanOptionalAction, default=True, help="time QuantizedCache, where it can run")
+    add("--memory", type=_count, metavar="N", help="also measure resident sets while decoding behind N tokens")
     add("--json", metavar="FILE", help="where to write the timings")
+    add("--plot", metavar="FILE", help="where to draw them; needs matplotlib")
     parser.set_defaults(run=_bench)
 
 
@@ -96,32 +110,35 @@ def _bench(options: argparse.Namespace) -> int:
 
     try:
         _check_writable(options.json)
-        subject = model.find_source(options.model).load()
-        _time(options, subject)
+        _time(options)
     except model.EvalError as error:
         print(f"kvquant bench: {error}", file=sys.stderr)
         return EXIT_USAGE
     return 0
 
 
-def _time(options: argparse.Namespace, subject: Any) -> None:
+def _time(options: argparse.Namespace) -> None:
     import torch
 
-    from kvquant_evals import bench, table
+    from kvquant_evals import table
+    from kvquant_evals.bench import command, report
 
-    contexts = list(dict.fromkeys(options.context or (2048, 8192)))
-    bits = list(dict.fromkeys(options.bits or (8, 4, 2)))
-    threads = list(dict.fromkeys((1, torch.get_num_threads())))
-    shape = bench.Shape()
-    timings = bench.time_attention(shape, contexts, bits, threads, options.rounds)
-    for dtype in (torch.bfloat16, torch.float32):
-        subject.model.to("cpu", dtype)
-        timings += bench.time_decoding(subject, contexts, bits, threads, options.rounds)
-    report = bench.report(timings, shape, subject.source.name)
-    print(table.bench_caption(report))
-    for kind in dict.fromkeys(timing.kind for timing in timings):
-        print(f"\n{table.aligned(table.timings(report, kind))}")
-    _write_json(options.json, report)
+    plan = command.Plan(
+        models=list(dict.fromkeys(options.model or [None])),
+        contexts=sorted(set(options.context or (1024, 8192, 32_768))),
+        bits=list(dict.fromkeys(options.bits or (8, "fp8", (8, 4), 4, (4, 2), 2))),
+        threads=sorted({1, torch.get_num_threads()}),
+        peers=options.peers,
+        memory=options.memory,
+        rounds=options.rounds,
+    )
+    found = command.measure(plan).to_dict()
+    _write_json(options.json, found)
+    print(report.caption(found))
+    for lines in report.printed(found):
+        print(f"\n{table.aligned(lines)}")
+    if options.plot:
+        report.plot(found, options.plot)
 
 
 def _add_doctor(verbs: Any) -> None:

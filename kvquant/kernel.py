@@ -75,11 +75,15 @@ def available(device_type: str) -> list[AttentionKernel]:
     """The kernels to try on a device, none if the environment says KVQUANT_KERNELS=off."""
     if is_switched_off():
         return []
-    kernels = [kernel for kernel in discover() if kernel.device_type == device_type]
-    for kernel in kernels:
-        if reason := kernel.missing():
-            log_once(f"{kernel.name} is not used: {reason}")
-    return [kernel for kernel in kernels if not kernel.missing()]
+    present = []
+    for kernel in discover():
+        if kernel.device_type == device_type:
+            reason = kernel.missing()
+            if reason is None:
+                present.append(kernel)
+            else:
+                log_once(f"{kernel.name} is not used, slower plain PyTorch is: {reason}")
+    return present
 
 
 def choose_layout(key: PagePart, value: PagePart, device: torch.device) -> PageLayout:

@@ -28,7 +28,8 @@ class KV(NamedTuple):
 
     def tokens(self, first: int, last: int) -> KV:
         """Tokens first..last-1, as views."""
-        return KV(self.key[..., first:last, :], self.value[..., first:last, :])
+        count = min(last, self.num_tokens) - first
+        return KV(self.key.narrow(-2, first, count), self.value.narrow(-2, first, count))
 
     def rows(self, rows: Sequence[int]) -> KV:
         """The given rows of the batch: a copy, unless they are all rows in order."""
@@ -50,6 +51,11 @@ class Row(NamedTuple):
 
 class Rows(tuple[Row, ...]):
     """The rows of a batch, in the form that kernels read; a value, whose tables are made once."""
+
+    @cached_property
+    def have_pages(self) -> bool:
+        """Whether some row has a page."""
+        return any(row.pages for row in self)
 
     @cached_property
     def starts(self) -> Tensor:
@@ -134,7 +140,7 @@ class Snapshot:
     @property
     def is_exact(self) -> bool:
         """Whether reading gives back the very numbers that were stored."""
-        return self.config.is_exact or not any(row.pages for row in self.rows)
+        return not self.rows.have_pages or self.config.is_exact
 
     def groups(self) -> list[RowGroup]:
         return group_rows(self.rows)

@@ -39,7 +39,7 @@ class Tail:
                 length + states.num_tokens,
             )
         for buffer, part in zip(self._buffers, states, strict=True):
-            buffer[..., length : length + part.shape[-2], :] = part
+            buffer.narrow(-2, length, part.shape[-2]).copy_(part)
         return Tail(self._buffers, length + states.num_tokens)
 
     def last(self, length: int, config: QuantConfig) -> Tail:

@@ -31,6 +31,7 @@ class LazyStates(Tensor):
     _part: int
     _n_rep: int
     _is_grouped: bool
+    _shape: torch.Size
 
     @staticmethod
     def __new__(
@@ -41,14 +42,15 @@ class LazyStates(Tensor):
         head_shape = (heads, n_rep) if is_grouped else (heads * n_rep,)
         shape = (batch, *head_shape, snapshot.kv_len, dim)
         lazy: LazyStates = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        lazy._states, lazy._snapshot, lazy._part, lazy._n_rep, lazy._is_grouped = (
-            states,
-            snapshot,
-            part,
-            n_rep,
-            is_grouped,
-        )
+        lazy._states, lazy._snapshot, lazy._part = states, snapshot, part
+        lazy._n_rep, lazy._is_grouped, lazy._shape = n_rep, is_grouped, torch.Size(shape)
         return lazy
+
+    # Models ask for these several times per layer. As properties of their own they need no detour through
+    # __torch_function__.
+    shape = property(lambda self: self._shape)  # type: ignore[assignment]
+    dtype = property(lambda self: self._snapshot.chunk[self._part].dtype)  # type: ignore[assignment]
+    device = property(lambda self: self._snapshot.chunk[self._part].device)  # type: ignore[assignment]
 
     def materialize(self) -> Tensor:
         """The dequantized tensor of the same shape and dtype."""

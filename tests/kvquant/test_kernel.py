@@ -55,7 +55,7 @@ def test_a_missing_library_is_said_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "kvquant"):
         for _ in range(3):
             assert isinstance(filled(QuantConfig.preset(4)).layout, PlainLayout)
-    assert caplog.messages == ["cpu attention is not used: it was not built"]
+    assert caplog.messages == ["cpu attention is not used, slower plain PyTorch is: it was not built"]
 
 
 @needs_library
@@ -97,7 +97,7 @@ print(F.scaled_dot_product_attention(x[:, :, :1], *cache.update(x[:, :, :1], x[:
     )
     assert run.stdout == "True\n"
     reason = "there is no nowhere.so: KVQUANT_CPU_LIBRARY names no file"
-    assert run.stderr.count(f"cpu attention is not used: {reason}") == 1
+    assert run.stderr.count(f"cpu attention is not used, slower plain PyTorch is: {reason}") == 1
 
 
 def test_a_library_that_is_not_ours_is_refused_with_the_reason(monkeypatch):

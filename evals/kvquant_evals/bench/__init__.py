@@ -1,0 +1,1 @@
+"""How fast decoding is on this machine's CPU, and what memory it takes: kvquant beside what else one could use."""

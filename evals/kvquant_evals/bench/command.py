@@ -1,0 +1,58 @@
+"""What `kvquant bench` measures, one thing after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvquant_evals import model
+from kvquant_evals.bench.attention import Shape, time_attention
+from kvquant_evals.bench.decoding import RANDOM_MODEL, cache_labels, random_model, time_decoding
+from kvquant_evals.bench.memory import measure as measure_memory
+from kvquant_evals.bench.race import Effort
+from kvquant_evals.bench.report import Report
+
+
+@dataclass(frozen=True)
+class Plan:
+    """models: names as for `kvquant eval`, None for the default one, or RANDOM_MODEL; memory: tokens, None for none."""
+
+    models: list[str | None]
+    contexts: list[int]
+    bits: list[Any]
+    threads: list[int]
+    peers: bool
+    memory: int | None
+    rounds: int
+
+
+def measure(plan: Plan) -> Report:
+    """Raises EvalError if a model cannot be loaded, before anything is timed."""
+    sources = {name: model.find_source(name) for name in plan.models if name != RANDOM_MODEL}
+    effort, shape = Effort(plan.rounds), Shape()
+    report = Report(shape)
+    report.timings += time_attention(shape, plan.contexts, plan.bits, plan.threads, effort)
+    for name in plan.models:
+        for label, loaded in _models(sources.get(name)):
+            config = loaded.config.get_text_config(decoder=True)
+            kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+            caches = cache_labels(plan.bits, plan.peers, grouped=kv_heads < config.num_attention_heads)
+            report.timings += time_decoding(label, loaded, plan.contexts, caches, plan.threads, effort)
+    if plan.memory is not None:
+        name = next((name for name in plan.models if name != RANDOM_MODEL), None)
+        report.memory += measure_memory(name, cache_labels(plan.bits, plan.peers, grouped=False), plan.memory)
+    return report
+
+
+def _models(source: model.Source | None) -> Iterator[tuple[str, PreTrainedModel]]:
+    """A model in the dtypes in which it is timed, with its name."""
+    if source is None:
+        yield RANDOM_MODEL, random_model()
+        return
+    loaded: Any = source.load().model
+    for dtype in (torch.bfloat16, torch.float32):
+        yield source.name, loaded.to("cpu", dtype)
