@@ -48,9 +48,9 @@ class LazyStates(Tensor):
 
     # Models ask for these several times per layer. As properties of their own they need no detour through
     # __torch_function__.
-    shape = property(lambda self: self._shape)  # type: ignore[assignment]
-    dtype = property(lambda self: self._snapshot.chunk[self._part].dtype)  # type: ignore[assignment]
-    device = property(lambda self: self._snapshot.chunk[self._part].device)  # type: ignore[assignment]
+    shape = property(lambda self: self._shape)
+    dtype = property(lambda self: self._snapshot.chunk[self._part].dtype)
+    device = property(lambda self: self._snapshot.chunk[self._part].device)
 
     def materialize(self) -> Tensor:
         """The dequantized tensor of the same shape and dtype."""

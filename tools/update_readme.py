@@ -26,7 +26,8 @@ def rendered() -> dict[str, str]:
 def _speed(speed: dict[str, Any]) -> str:
     """One thread, in milliseconds, and memory; docs/benchmarks.md has the rest."""
     tables = [report.milliseconds(speed, kind, 1) for kind in report.kinds(speed)] + [report.residences(speed)]
-    return "\n\n".join([*map(table.markdown_table, tables), f"One thread. {report.caption(speed)}."])
+    origins = "\n".join(f"- {sentence}." for sentence in report.origins(speed, "kvquant 4"))
+    return "\n\n".join([*map(table.markdown_table, tables), f"One thread. {report.caption(speed)}.", origins])
 
 
 def _benchmarks(speed: dict[str, Any]) -> str:

@@ -172,8 +172,8 @@ def test_other_readme_examples_run(capsys):
 
 
 def test_resident_memory_is_what_the_packed_cache_needs():
-    full, packed = memory.measure(None, ["DynamicCache", "kvquant 4"], 2048)
-    # Of 2,248 tokens up to 196 are exact and the others take 4.6 of 16 bits: 0.35 of DynamicCache's bytes. The rest is for
+    full, packed = memory.measure(None, ["DynamicCache", "kvquant 4"], 1024)
+    # Of 1,224 tokens up to 196 are exact and the others take 4.6 of 16 bits: 0.40 of DynamicCache's bytes. The rest is
     # what the allocator keeps.
-    assert packed.held <= 0.5 * full.held
-    assert packed.peak <= 0.5 * full.peak
+    assert packed.held <= 0.55 * full.held
+    assert packed.peak <= 0.55 * full.peak

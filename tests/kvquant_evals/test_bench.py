@@ -135,6 +135,14 @@ def test_tables():
     assert len(titles) == 5  # two kinds with ratios, and memory
 
 
+def test_what_a_gain_comes_from():
+    times = {"DynamicCache": 60.0, "DynamicCache, packed heads": 20.0, "kvquant 4": 10.0}
+    timings = [Timing("decoding, m, bfloat16", label, 8192, 1, ms, 0.0, 15, 0) for label, ms in times.items()]
+    (sentence,) = report.origins(report.Report(Shape(), timings).to_dict(), "kvquant 4")
+    assert "6.0x as fast as DynamicCache; 3.0x come from torch" in sentence
+    assert sentence.endswith("2.0x from the cache")
+
+
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     report.plot(example(), str(tmp_path / "plot.png"))

@@ -13,7 +13,7 @@ import torch
 
 from kvquant_evals.bench.attention import KIND as ATTENTION
 from kvquant_evals.bench.attention import Shape
-from kvquant_evals.bench.decoding import STOCK
+from kvquant_evals.bench.decoding import PACKED_HEADS, STOCK
 from kvquant_evals.bench.memory import Residence
 from kvquant_evals.bench.race import Timing
 from kvquant_evals.runner import versions
@@ -76,6 +76,22 @@ def ratios(report: dict[str, Any], kind: str, threads: int) -> list[list[str]]:
         for label in labels
     ]
     return [[f"{kind}: speed relative to {baseline}", *(f"{context:,} tokens" for context in contexts)], *lines]
+
+
+def origins(report: dict[str, Any], contender: str) -> list[str]:
+    """A sentence per model: how much of the gain over DynamicCache is the cache's own, and how much is torch's."""
+    sentences = []
+    for kind in kinds(report):
+        found, _, contexts = _select(report, kind, 1)
+        if not {STOCK, PACKED_HEADS, contender} <= found.keys():
+            continue
+        stock, packed, ours = (found[label][-1]["milliseconds"] for label in (STOCK, PACKED_HEADS, contender))
+        sentences.append(
+            f"{kind.removeprefix('decoding, ')}, {contexts[-1]:,} tokens, one thread: {contender} is "
+            f"{stock / ours:.1f}x as fast as DynamicCache; {stock / packed:.1f}x come from torch's slow handling of grouped heads, "
+            f"{packed / ours:.1f}x from the cache"
+        )
+    return sentences
 
 
 def residences(report: dict[str, Any]) -> list[list[str]]:
