@@ -88,8 +88,8 @@ def origins(report: dict[str, Any], contender: str) -> list[str]:
         stock, packed, ours = (found[label][-1]["milliseconds"] for label in (STOCK, PACKED_HEADS, contender))
         sentences.append(
             f"{kind.removeprefix('decoding, ')}, {contexts[-1]:,} tokens, one thread: {contender} is "
-            f"{stock / ours:.1f}x as fast as DynamicCache; {stock / packed:.1f}x come from torch's slow handling of grouped heads, "
-            f"{packed / ours:.1f}x from the cache"
+            f"{stock / ours:.1f}x as fast as DynamicCache; {stock / packed:.1f}x come from torch's slow handling of "
+            f"grouped heads, {packed / ours:.1f}x from the cache"
         )
     return sentences
 
