@@ -51,7 +51,7 @@ wheel: $(INSTALLED)
 results: $(INSTALLED)
 	$(BIN)/kvquant eval --bits 8 --bits fp8 --bits 8,4 --bits 4 --bits 4,2 --bits 3 --bits 2 --json results/quality.json
 	$(BIN)/python -m pip install --quiet -c constraints.txt optimum-quanto hqq matplotlib
-	$(BIN)/kvquant bench --context 1024 --context 8192 --context 16384 --context 32768 \
+	$(BIN)/kvquant bench --context 1024 --context 8192 --context 16384 --context 32768 --rounds 15 \
 	  --model HuggingFaceTB/SmolLM2-135M-Instruct --model random-1b --memory 8192 \
 	  --json results/bench_cpu.json --plot results/bench_cpu.png
 

@@ -64,6 +64,11 @@ def attend(states: Snapshot, call: AttentionCall) -> Tensor:
     kernel = None if states.is_exact else choose(states, call)
     if kernel is not None:
         return kernel.run(states, call).to(call.query.dtype)
+    with torch.autocast(call.query.device.type, enabled=False):  # which would round the products to 16 bits
+        return _attend_plainly(states, call)
+
+
+def _attend_plainly(states: Snapshot, call: AttentionCall) -> Tensor:
     out = call.query.new_empty(*call.query.shape[:-1], states.chunk.value.shape[-1])
     groups = states.groups()
     if len(groups) == 1:
@@ -107,6 +112,8 @@ def _check(states: Snapshot, call: AttentionCall) -> None:
         raise ValueError(
             f"sink_logits have shape {tuple(call.sink_logits.shape)}, not one for each of {heads} query heads"
         )
+    if call.softcap is not None and not call.softcap > 0:
+        raise ValueError(f"softcap={call.softcap} must be above 0, or None for none")
     if call.mask is not None:
         _check_mask(call.mask, (batch, heads, call.query.shape[2]), states.kv_len)
 
@@ -224,7 +231,8 @@ def _masked(scores: Tensor, columns: Tensor, group: RowGroup, call: AttentionCal
     mask = mask.unflatten(1, (1, 1) if mask.shape[1] == 1 else scores.shape[1:3])
     if mask.dtype == torch.bool:
         return scores.masked_fill(~mask, -torch.inf)
-    bias = mask.clamp_min(torch.finfo(scores.dtype).min).to(scores.dtype)  # what is finite stays so
+    wide = mask.to(torch.promote_types(mask.dtype, scores.dtype))
+    bias = wide.clamp_min(torch.finfo(scores.dtype).min).to(scores.dtype)  # what is finite stays so
     masked: Tensor = (scores + bias).masked_fill(mask == -torch.inf, -torch.inf)  # also where a score is NaN
     return masked
 

@@ -23,6 +23,12 @@ class Clip:
     ratios: tuple[float, ...] = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5, 0.45, 0.4)
     norm: float = 4.0
 
+    def __post_init__(self) -> None:
+        if not self.ratios or not all(ratio > 0 for ratio in self.ratios):
+            raise ValueError(f"ratios={self.ratios} of a Clip must be fractions above 0, one at least")
+        if not self.norm > 0:
+            raise ValueError(f"norm={self.norm} of a Clip must be above 0")
+
 
 class Grid(Protocol):
     """The set of values a code can take, before a group's scale and zero point are applied."""

@@ -52,6 +52,9 @@ class PagePool:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
+        if self.records.is_inference():  # unpickled inside inference mode: could not be written to outside
+            with torch.inference_mode(False):
+                self.records = self.records.clone()
 
     @property
     def capacity(self) -> int:

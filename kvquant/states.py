@@ -236,7 +236,8 @@ class LayerStates:
 
     def _tail_first(self) -> int:
         """The first column that some row keeps in its tail."""
-        return min(tail_start(self.config, group) for group in group_rows(self._rows))
+        firsts = (tail_start(self.config, group) for group in group_rows(self._rows))
+        return min(firsts, default=self._settled)
 
 
 def padding_of(positions: list[int]) -> int:

@@ -24,6 +24,13 @@ class Tail:
             buffer[..., : part.shape[-2], :] = part
         return Tail(buffers, states.num_tokens)
 
+    def __getstate__(self) -> tuple[KV, int]:
+        return self._buffers, self.states.num_tokens
+
+    def __setstate__(self, state: tuple[KV, int]) -> None:
+        buffers, length = state
+        self.__init__(KV(*map(writable, buffers)), length)  # type: ignore[misc]  # as if made here
+
     @property
     def room(self) -> int:
         return self._buffers.num_tokens - self.states.num_tokens
@@ -48,6 +55,14 @@ class Tail:
         if length == held and self._buffers.num_tokens > held:
             return self
         return Tail.copy_of(self.states.tokens(held - length, held), config)
+
+
+def writable(x: Tensor) -> Tensor:
+    """x, or a copy that may be written to outside inference mode as well: what is unpickled inside may not."""
+    if not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
 
 
 def empty_like(states: Tensor, length: int) -> Tensor:

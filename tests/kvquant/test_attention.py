@@ -227,3 +227,29 @@ def test_row_starts_from_bool_and_float_masks():
     assert row_starts(mask[1:2], 3, 5) == [2, 2, 2]
     assert row_starts(None, 4, 5) is None
     assert row_starts(mask, 4, 6) is None
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_autocast_does_not_reach_the_products(monkeypatch, bits):
+    monkeypatch.setenv("KVQUANT_KERNELS", "off")
+    snapshot = states_for(QuantConfig.preset(bits), 1, 2, 600, 64, 64)
+    call = AttentionCall(0.1 * torch.randn(1, 4, 1, 64))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(snapshot, call)
+    assert relative_errors(out, expected(snapshot, call)).rms < 1e-5
+
+
+def test_float16_masks_are_read_in_float32(monkeypatch):
+    monkeypatch.setenv("KVQUANT_KERNELS", "off")
+    snapshot = states_for(QuantConfig.preset(4), 1, 2, 600, 64, 64)
+    mask = torch.where(torch.rand(1, 1, 1, 600) < 0.5, 0.0, torch.finfo(torch.float16).min)
+    query = torch.randn(1, 4, 1, 64)
+    out = attend(snapshot, AttentionCall(query, mask.half()))
+    assert relative_errors(out, expected(snapshot, AttentionCall(query, mask))).rms < 1e-5
+
+
+@pytest.mark.parametrize("softcap", [0.0, -5.0, math.nan])
+def test_a_softcap_that_is_none_is_refused(softcap):
+    snapshot = states_for(QuantConfig.preset(4), 1, 2, 600, 64, 64)
+    with pytest.raises(ValueError, match=r"softcap=.* must be above 0"):
+        attend(snapshot, AttentionCall(torch.randn(1, 4, 1, 64), softcap=softcap))

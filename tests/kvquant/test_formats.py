@@ -5,6 +5,7 @@ from kvquant.formats import (
     IDENTITY,
     INT4_PER_CHANNEL,
     INT4_PER_TOKEN,
+    Clip,
     QuantFormat,
     integer_format,
     largest_divisor,
@@ -67,3 +68,11 @@ def test_widths_that_cannot_be_packed_are_refused(bits):
 def test_groups_of_nothing_are_refused(group_size):
     with pytest.raises(ValueError, match=f"group_size={group_size} of format g must be at least 1, or None"):
         QuantFormat("g", INT4_PER_TOKEN.grid, "per_token", group_size=group_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"ratios": ()}, "ratios"), ({"ratios": (1.0, 0.0)}, "ratios"), ({"norm": 0.0}, "norm")]
+)
+def test_clips_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Clip(**options)

@@ -454,3 +454,25 @@ def test_what_waits_in_memory_after_prefill_is_not_the_prompt():
     held = states.snapshot()
     kept = max(t.untyped_storage().nbytes() for t in (*held.tail, *held.chunk, *held.sinks))
     assert kept <= 4 * HEADS * HEAD_DIM * (2 + 5 + 8)
+
+
+def test_a_batch_of_no_rows_goes_on():
+    states = LayerStates(QuantConfig.preset(4), torch.zeros(0, 2, 1, 64), torch.zeros(0, 2, 1, 64))
+    for _ in range(2):
+        states.append(torch.zeros(0, 2, 400, 64), torch.zeros(0, 2, 400, 64))
+        states.settle()
+    assert states.kv_len == 800
+    assert states.snapshot().columns(0).shape == (0, 2, 800, 64)
+
+
+def test_what_was_unpickled_inside_inference_mode_can_be_used_outside():
+    states = LayerStates(QuantConfig.preset(4), torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64))
+    states.append(torch.randn(1, 2, 400, 64), torch.randn(1, 2, 400, 64))
+    states.settle()
+    with torch.inference_mode():
+        back = pickle.loads(pickle.dumps(states))
+    more = torch.randn(1, 2, 200, 64)
+    for each in (back, states):
+        each.append(more, more)
+        each.settle()
+    assert torch.equal(back.snapshot().columns(0), states.snapshot().columns(0))

@@ -31,7 +31,7 @@ class Plan:
 
 
 def measure(plan: Plan) -> Report:
-    """Raises EvalError if a model cannot be loaded, before anything is timed."""
+    """Contexts beyond what a model was made for are left out. Raises EvalError if a model cannot be loaded."""
     sources = {name: model.find_source(name) for name in plan.models if name != RANDOM_MODEL}
     effort, shape = Effort(plan.rounds), Shape()
     report = Report(shape)
@@ -41,7 +41,9 @@ def measure(plan: Plan) -> Report:
             config = loaded.config.get_text_config(decoder=True)
             kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
             caches = cache_labels(plan.bits, plan.peers, grouped=kv_heads < config.num_attention_heads)
-            report.timings += time_decoding(label, loaded, plan.contexts, caches, plan.threads, effort)
+            most = getattr(config, "max_position_embeddings", None) or max(plan.contexts)
+            contexts = [context for context in plan.contexts if context <= most]
+            report.timings += time_decoding(label, loaded, contexts, caches, plan.threads, effort)
     if plan.memory is not None:
         name = next((name for name in plan.models if name != RANDOM_MODEL), None)
         report.memory += measure_memory(name, cache_labels(plan.bits, plan.peers, grouped=False), plan.memory)

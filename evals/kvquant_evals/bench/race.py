@@ -52,7 +52,7 @@ class Effort:
     """rounds: how often each contender runs, less if that takes longer than `seconds`, but FEWEST_ROUNDS at least."""
 
     rounds: int = 15
-    seconds: float = 8.0
+    seconds: float = 5.0
 
 
 def race(kind: str, contenders: Mapping[str, Contender], context: int, threads: int, effort: Effort) -> list[Timing]:

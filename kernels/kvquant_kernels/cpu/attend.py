@@ -95,7 +95,8 @@ class _Arguments:
         s, cpu_layout, rows = self.structure, states.layout, states.rows
         assert isinstance(cpu_layout, CpuLayout)
         assert states.pool is not None
-        s.pool, s.page_bytes = states.pool.records.data_ptr(), cpu_layout.page_bytes
+        # Kept: another cache that shares the pool may let it grow meanwhile, into a new tensor.
+        s.pool, s.page_bytes = self._dense(states.pool.records).data_ptr(), cpu_layout.page_bytes
         s.table, s.table_stride = rows.slots.data_ptr(), rows.slots.shape[1]
         s.start, s.num_pages = rows.starts.data_ptr(), rows.num_pages.data_ptr()
         s.key, s.value = (part.structure for part in cpu_layout.parts)
@@ -116,8 +117,10 @@ class _Arguments:
         mask = call.mask[(None,) * (4 - call.mask.dim())]
         if mask.dtype == torch.bool:
             mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-        else:  # finite also after the change to base 2
-            mask = mask.clamp_min(_LEAST_MASK).to(torch.float32).masked_fill(mask == -torch.inf, -torch.inf)
+        else:
+            # In float32 at least, which holds the bound; finite also after the change to base 2.
+            wide = mask.to(torch.promote_types(mask.dtype, torch.float32))
+            mask = wide.clamp_min(_LEAST_MASK).to(torch.float32).masked_fill(mask == -torch.inf, -torch.inf)
         mask = self._dense(mask)
         s.mask = mask.data_ptr()
         s.mask_stride[:] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import mmap
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from kvquant import AttentionCall, QuantConfig, formats
 from kvquant.states import LayerStates
 from kvquant.testing import relative_errors
 from kvquant_kernels.cpu import library
-from kvquant_kernels.cpu.attend import KERNEL
+from kvquant_kernels.cpu.attend import KERNEL, _Arguments
 
 NATIVE = library.load()
 pytestmark = pytest.mark.skipif(isinstance(NATIVE, library.Missing), reason=getattr(NATIVE, "reason", ""))
@@ -35,7 +36,12 @@ PAIRS = [
     (formats.INT4_PER_TOKEN, formats.INT4_PER_CHANNEL),
     (formats.INT8_PER_TOKEN_SYMMETRIC, formats.INT2_PER_CHANNEL_SYMMETRIC),
 ]
-# Relative L2. Exact: float32 sums of products of codes up to 255, with their middle taken out afterwards. Else queries
+SYMMETRIC = [
+    (formats.INT8_PER_CHANNEL_SYMMETRIC, formats.INT8_PER_TOKEN_SYMMETRIC),
+    (formats.INT4_PER_CHANNEL_SYMMETRIC, formats.INT4_PER_TOKEN_SYMMETRIC),
+    (formats.INT2_PER_CHANNEL_SYMMETRIC, formats.INT2_PER_TOKEN_SYMMETRIC),
+]
+# Relative L2. Exact: float32 sums of some thousand products, whose rounding errors mostly cancel. Else queries
 # are rounded to 15 bits per page and weights to 16, both relative to the largest of a row.
 EXACT, ROUNDED = 2e-5, 4e-3
 
@@ -209,6 +215,46 @@ def test_page_sizes_whose_sums_would_overflow_too(page_size, bits):
     assert_every_variant(snapshot, AttentionCall(torch.randn(1, 1, 1, 64)))
 
 
+@pytest.mark.parametrize(
+    "pair", [PAIRS[0], SYMMETRIC[1], (formats.INT8_PER_CHANNEL,) * 2], ids=lambda pair: pair[1].name
+)
+def test_large_pages_under_flat_attention_cancel_nothing(pair):
+    snapshot = states_for(config_for(pair, page_size=512), (1, 1, 4000, 64), outlier=1)
+    call = AttentionCall(0.1 * torch.randn(1, 2, 1, 64))
+    reference = definition(snapshot, call)
+    for variant in VARIANTS:
+        out = KERNEL.run(with_precision(snapshot, "exact"), call, variant)
+        # Codes are read with their middle taken out: no sum is larger than what it stands for.
+        assert relative_errors(out, reference).rms <= 5e-6
+
+
+def test_masks_of_float16():
+    mask = torch.where(torch.rand(2, 1, 1, 333) < 0.5, 0.0, torch.finfo(torch.float16).min)
+    snapshot = states_for(config_for(), (2, 2, 333, 64))
+    query = torch.randn(2, 8, 1, 64)
+    assert_every_variant(snapshot, AttentionCall(query, mask.half()), definition(snapshot, AttentionCall(query, mask)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_queries(threads):
+    snapshot = states_for(config_for(), (2, 2, 333, 64))
+    torch.set_num_threads(threads)
+    out = KERNEL.run(snapshot, AttentionCall(torch.randn(2, 8, 0, 64)))
+    torch.set_num_threads(1)
+    assert out.shape == (2, 8, 0, 64)
+
+
+def test_pages_stay_in_place_while_a_call_reads_them():
+    snapshot = states_for(config_for(), (1, 2, 333, 64))
+    arguments = _Arguments(snapshot, AttentionCall(torch.randn(1, 2, 1, 64)))
+    read = weakref.ref(snapshot.pool.records)
+    snapshot.pool.write(torch.zeros(100, snapshot.layout.page_bytes, dtype=torch.uint8))  # by a copy of the cache, say
+    assert snapshot.pool.records is not read()
+    assert read() is not None
+    del arguments
+    assert read() is None
+
+
 @pytest.mark.parametrize("options", [{"sinks": 0}, {"residual_length": 0}, {"sinks": 0, "residual_length": 0}], ids=str)
 def test_empty_sinks_and_tail(options):
     config = config_for(**options)
@@ -218,10 +264,11 @@ def test_empty_sinks_and_tail(options):
     assert_every_variant(snapshot, AttentionCall(torch.randn(1, 8, 1, 64)))
 
 
+@pytest.mark.parametrize("pair", [*PAIRS, *SYMMETRIC], ids=lambda pair: "-".join(fmt.name for fmt in pair))
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("part", [0, 1])
-def test_a_bad_number_in_a_page_gives_nan_to_its_row_and_head_only(bad, part):
-    config = config_for((formats.INT4_PER_TOKEN, formats.INT4_PER_TOKEN))
+def test_a_bad_number_in_a_page_gives_nan_to_its_row_and_head_only(pair, bad, part):
+    config = config_for(pair)
     snapshot = states_for(config, (2, 2, 333, 64))
     key, value = (snapshot.columns(i).clone() for i in (0, 1))
     (key, value)[part][1, 0, 100, 3] = bad

@@ -34,6 +34,7 @@ def assert_same(states, codec):
             reference = PageLayout.restore(layout, expected, part, codec, states.dtype)
             restored = records.restore(expected, layout.parts[part], codec, states.dtype, variant)
             torch.testing.assert_close(restored, reference, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(restored.signbit() & ~restored.isnan(), reference.signbit() & ~reference.isnan())
 
 
 def assert_same_codes(found, expected, name):

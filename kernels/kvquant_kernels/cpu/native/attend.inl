@@ -56,6 +56,7 @@ void merge(const KvqAttend& a, const float* partial, int64_t split_stride, int s
 void KVQ_NAME(kvq_attend_)(const KvqAttend& a) {
   const int rows = a.n_rep * a.q_len, row_blocks = (rows + kMostRows - 1) / kMostRows;
   const int64_t heads = int64_t(a.batch) * a.heads * row_blocks;
+  if (heads == 0) return;
   int most_pages = 1;
   for (int b = 0; b < a.batch; b++) most_pages = std::max(most_pages, a.num_pages[b]);
   const int wanted = a.num_threads > 1 ? int((8 * a.num_threads + heads - 1) / heads) : 1;

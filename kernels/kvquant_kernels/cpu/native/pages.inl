@@ -27,10 +27,10 @@ struct PageReader : Task {
     if (part.zeros >= 0) halves_to_floats(record + part.zeros, zeros, n);
   }
 
-  // Makes zeros what code 0 stands for, instead of the code in the middle.
-  void move_zeros(const KvqPart& part) {
+  // Makes zeros what the centre of the codes stands for, instead of the middle of the grid.
+  void move_zeros(const KvqPart& part, float centre) {
     const int n = part.per_channel ? part.dim : part.dim / part.group * a.page_size;
-    for (int i = 0; i < n; i++) zeros[i] -= scales[i] * part.middle;
+    for (int i = 0; i < n; i++) zeros[i] += scales[i] * (centre - part.middle);
   }
 
   template <int CODE, int BITS>
@@ -40,7 +40,7 @@ struct PageReader : Task {
     if constexpr (CODE == KVQ_INTEGER)
       if (integer_keys) return integer_key_scores<BITS>(record);
 #endif
-    move_zeros(a.key);
+    move_zeros(a.key, kCentre<CODE, BITS>);
     if (a.key.per_channel) {
       fold_channel_scales();
       for (int r = 0; r < rows; r++)
@@ -92,7 +92,7 @@ struct PageReader : Task {
     if constexpr (CODE == KVQ_INTEGER)
       if (integer_values) return add_integer_values<BITS>(record);
 #endif
-    move_zeros(a.value);
+    move_zeros(a.value, kCentre<CODE, BITS>);
     fold_token_scales();
     for (int g = 0; g < groups; g++)
       for (int w = 0; w < words_per_group; w += LANES)

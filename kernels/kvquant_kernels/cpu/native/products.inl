@@ -11,10 +11,15 @@ inline void with_constant(int n, F f) {
   f(Int<MOST>());
 }
 
-// Field f of byte e of every word, as the number its code stands for before scale and middle.
+// What is taken out of integer codes as they are read, near the middle of each grid: sums of codes of one sign would be
+// large, and nearly cancel with the zero points.
+template <int CODE, int BITS>
+constexpr float kCentre = CODE == KVQ_INTEGER ? ((1 << BITS) - 1) * 0.5f : 0.f;
+
+// Field f of byte e of every word, as the number its code stands for before its scale, less the centre.
 template <int CODE, int BITS>
 inline Vf decode(Vi words, int e, int f) {
-  if (CODE == KVQ_INTEGER) return to_float((words >> (8 * e + BITS * f)) & ((1 << BITS) - 1));
+  if (CODE == KVQ_INTEGER) return to_float((words >> (8 * e + BITS * f)) & ((1 << BITS) - 1)) - kCentre<CODE, BITS>;
   constexpr int kMantissa = CODE == KVQ_E4M3 ? 3 : 2, kBias = CODE == KVQ_E4M3 ? 120 : 112;
   constexpr float kStep = CODE == KVQ_E4M3 ? 0x1p-9f : 0x1p-16f;  // between subnormal codes
   const Vi byte = words >> (8 * e), magnitude = byte & 0x7f;

@@ -60,9 +60,9 @@ struct Block {
 
   static void widen_each(const float* x, int n, float* __restrict low, float* __restrict high) {
     for (int i = 0; i < n; i++) {
-      const float bad = x[i] * 0.f;  // 0, or NaN
-      low[i] = (x[i] < low[i] ? x[i] : low[i]) + bad;
-      high[i] = (x[i] > high[i] ? x[i] : high[i]) + bad;
+      const float bad = x[i] * 0.f, least = x[i] < low[i] ? x[i] : low[i], most = x[i] > high[i] ? x[i] : high[i];
+      low[i] = bad == 0.f ? least : kNaN;
+      high[i] = bad == 0.f ? most : kNaN;
     }
   }
 
@@ -82,8 +82,8 @@ struct Block {
       b = x[i] > b ? x[i] : b;
       c += x[i] * 0.f;
     }
-    *low = a + c;
-    *high = b + c;
+    *low = c == 0.f ? a : kNaN;
+    *high = c == 0.f ? b : kNaN;
   }
 
   // Scale and zero point of the grid that covers each group's range, less what `shrink` cuts off: a part of its width at

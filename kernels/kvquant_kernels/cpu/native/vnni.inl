@@ -142,8 +142,9 @@ inline Rounded fold_and_round(const float* x, const float* scale, const float* z
   __m512 top = _mm512_setzero_ps(), product = _mm512_setzero_ps();
   for (int i = 0; i < n; i += 16) {
     const __m512 y = _mm512_loadu_ps(x + i), folded = _mm512_mul_ps(y, _mm512_loadu_ps(scale + i));
-    top = _mm512_max_ps(_mm512_abs_ps(folded), top);  // leaves NaN aside, which reaches the offset
+    top = _mm512_max_ps(_mm512_abs_ps(folded), top);  // leaves NaN aside, which reaches the offset through 0 * NaN
     product = _mm512_fmadd_ps(y, _mm512_loadu_ps(zero + i), product);
+    product = _mm512_fmadd_ps(folded, _mm512_setzero_ps(), product);
   }
   const float largest = std::max(_mm512_reduce_max_ps(top), 1e-30f), levels = IS_SIGNED ? kQueryLevels : kWeightLevels;
   const __m512 inverse = _mm512_set1_ps(levels / largest);

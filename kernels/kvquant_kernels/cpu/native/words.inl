@@ -103,6 +103,6 @@ void read_block(Block& b, const uint8_t* record) {
   const uint16_t *scales = (const uint16_t*)(record + b.p.part.scales), *zeros = (const uint16_t*)(record + b.p.part.zeros);
   for (int g = 0; g < b.num_groups; g++) {
     b.scale[g] = half_to_float(scales[place_of(b, g)]);
-    b.zero[g] = b.is_symmetric() ? 0.f : half_to_float(zeros[place_of(b, g)]);
+    b.zero[g] = b.is_symmetric() ? -0.f : half_to_float(zeros[place_of(b, g)]);
   }
 }
