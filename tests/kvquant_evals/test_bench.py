@@ -158,23 +158,14 @@ def test_resident_sets_are_measured_in_the_model_that_decodes(tiny):
 
 def test_command_line(tiny_folder, tmp_path, capsys):
     path = tmp_path / "bench.json"
-    arguments = [
-        "--model",
-        tiny_folder,
-        "--context",
-        "300",
-        "--bits",
-        "4",
-        "--rounds",
-        "2",
-        "--no-peers",
-        "--memory",
-        "256",
-    ]
+    options = "--context 300 --context 1100 --bits 4 --rounds 2 --no-peers --memory 256"
+    arguments = ["--model", tiny_folder, *options.split()]
     assert main(["bench", *arguments, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     name = tiny_folder.split("/")[-1]
     assert report.kinds(found) == ["attention", f"decoding, {name}, bfloat16", f"decoding, {name}, float32"]
+    reach = {kind: {row["context"] for row in found["timings"] if row["kind"] == kind} for kind in report.kinds(found)}
+    assert list(reach.values()) == [{300, 1100}, {300}, {300}]  # the model was made for 1,024 tokens
     assert [row["contender"] for row in found["memory"]] == ["DynamicCache", "kvquant 4"]
     assert "kvquant 4" in capsys.readouterr().out
     assert main(["bench", "--model", "/nowhere"]) == 2

@@ -155,11 +155,12 @@ struct PageReader : Task {
       q[r].step = rounded.step;
       q[r].offset = rounded.offset;
     }
-    in_blocks<BITS>(rows, 0, a.page_size / kTokens, [&](auto count, auto lines, int r, int line) {
-      vnni_key_products<BITS, count.value, lines.value>(record + line * 16 * a.key.dim, q + r, a.key.dim,
-                                                        scores + r * tokens_at_most + line * kTokens, tokens_at_most,
-                                                        r ? 0 : ahead);
-    });
+    for (int t = 0; t < a.page_size; t += kTokens)
+      for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
+        with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
+          vnni_key_products<BITS, count.value>(record + t / kTokens * 16 * a.key.dim, q + r, a.key.dim,
+                                               scores + r * tokens_at_most + t, tokens_at_most, r ? 0 : ahead);
+        });
   }
 
   template <int BITS>
@@ -167,18 +168,16 @@ struct PageReader : Task {
     float step[kMostGroups * kMostRows];
     uint8_t *high = bytes.data(), *low = high + int64_t(groups) * rows * tokens_at_most;
     round_page_weights<BITS>(step, high, low);
-    const int whole = words_per_group / kWordLanes;
-    for (int g = 0; g < groups; g++) {
-      const auto add = [&](auto count, auto lines, int r, int line) {
-        const int64_t at = int64_t(g) * rows + r;
-        const RoundedWeights p = {high + at * tokens_at_most, low + at * tokens_at_most, step + at, tokens_at_most};
-        vnni_value_products<BITS, count.value, lines.value>(column(record, g, 16 * line), column_width(16 * line), a.page_size, p,
-                                                            page + r * value_stride + g * value_group + 16 * line, value_stride,
-                                                            words_per_group, r ? 0 : ahead);
-      };
-      in_blocks<BITS>(rows, 0, whole, add);
-      if (words_per_group % kWordLanes) in_blocks<BITS>(rows, whole, whole + 1, add);
-    }
+    for (int g = 0; g < groups; g++)
+      for (int w = 0; w < words_per_group; w += kWordLanes)
+        for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
+          with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
+            const int64_t at = int64_t(g) * rows + r;
+            const RoundedWeights p = {high + at * tokens_at_most, low + at * tokens_at_most, step + at, tokens_at_most};
+            vnni_value_products<BITS, count.value>(column(record, g, w), column_width(w), a.page_size, p,
+                                                   page + r * value_stride + g * value_group + w, value_stride, words_per_group,
+                                                   r ? 0 : ahead);
+          });
     add_page();
   }
 

@@ -1,6 +1,5 @@
 // Products of packed codes with queries and weights in float32, register by register.
 
-constexpr int kWordLanes = 16;   // tokens or channels side by side in the words of a page
 constexpr int kGroupOfRows = 4;  // rows whose products share one unpacking of the codes
 
 // Calls f with the smaller of n and MOST as a compile-time constant.

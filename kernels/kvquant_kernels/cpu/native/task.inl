@@ -1,6 +1,7 @@
 // One task: the running softmax of some query rows of one KV head over a part of its columns.
 
 constexpr int kMostRows = 16;  // query rows of one task
+constexpr int kTile = 16;      // exact tokens that are converted to float32 at once
 
 // Its state, the scratch of one block of tokens, and how exact segments are added. Pages are added by PageReader.
 struct Task {
@@ -14,6 +15,7 @@ struct Task {
   float *scores, *weights;      // [rows][tokens], [groups][rows][tokens]
   float *max, *sum;             // of the softmax so far: [rows]
   float *plain, *packed, *page;  // sums of values: of exact ones, of pages, of one page without zero points: [rows][value dim]
+  float *tile;                  // some exact tokens: [kTile][dim]
   float *bias;                  // what one page's zero points add: [rows][groups]
   float *scales, *zeros;        // of one page, in float32, and zero up to a multiple of 16
 
@@ -37,7 +39,7 @@ struct Task {
     const Block blocks[] = {{&query, query_room}, {&rotated_query, query_room}, {&folded, query_room}, {&offset, n},
                             {&scores, n * tokens_at_most}, {&weights, n * groups * tokens_at_most},
                             {&max, n}, {&sum, n}, {&plain, value_room}, {&packed, value_room}, {&page, value_room},
-                            {&bias, n * groups}, {&scales, scale_room}, {&zeros, scale_room}};
+                            {&bias, n * groups}, {&tile, kTile * std::max(query_stride, value_stride)}, {&scales, scale_room}, {&zeros, scale_room}};
     int64_t total = 0;
     for (const Block& block : blocks) total += align16(block.size);
     memory.assign(total, 0.f);
@@ -131,23 +133,57 @@ struct Task {
 
   // Adds `count` tokens of a segment from `first` on, the first of which is at `column`.
   void exact(const KvqSegment& s, int64_t first, int64_t count, int64_t column) {
-    std::vector<float> row(std::max(query_stride, value_stride));
     for (int64_t done = 0; done < count; done += tokens_at_most) {
       const int tokens = int(std::min<int64_t>(tokens_at_most, count - done));
-      const int64_t token = first + done;
-      for (int t = 0; t < tokens; t++) {
-        load_row(a.dtype, s.key, b * s.key_stride[0] + h * s.key_stride[1] + (token + t) * s.key_stride[2], a.key.dim, row.data());
-        for (int r = 0; r < rows; r++) scores[r * tokens_at_most + t] = dot(query + r * query_stride, row.data(), a.key.dim);
+      const int64_t key = b * s.key_stride[0] + h * s.key_stride[1] + (first + done) * s.key_stride[2];
+      const int64_t value = b * s.value_stride[0] + h * s.value_stride[1] + (first + done) * s.value_stride[2];
+      for (int t = 0; t < tokens; t += kTile) {
+        load_tile(s.key, key + t * s.key_stride[2], s.key_stride[2], std::min(kTile, tokens - t), a.key.dim, query_stride);
+        in_groups([&](auto count, int r) { score_tile<count.value>(r, t, std::min(kTile, tokens - t)); });
       }
       if (!softmax(tokens, column + done)) continue;
-      for (int t = 0; t < tokens; t++) {
-        load_row(a.dtype, s.value, b * s.value_stride[0] + h * s.value_stride[1] + (token + t) * s.value_stride[2], a.value.dim, row.data());
-        for (int r = 0; r < rows; r++) {
-          const float p = scores[r * tokens_at_most + t];
-          float* __restrict out = plain + r * value_stride;
-          for (int d = 0; d < a.value.dim; d++) out[d] += p * row[d];
-        }
+      for (int t = 0; t < tokens; t += kTile) {
+        load_tile(s.value, value + t * s.value_stride[2], s.value_stride[2], std::min(kTile, tokens - t), a.value.dim, value_stride);
+        in_groups([&](auto count, int r) { add_tile<count.value>(r, t, std::min(kTile, tokens - t)); });
       }
+    }
+  }
+
+  template <class F>
+  void in_groups(F f) const {
+    for (int r = 0; r < rows; r += kGroupOfRows) with_constant<kGroupOfRows>(rows - r, [&](auto count) { f(count, r); });
+  }
+
+  // Some tokens in float32, each filled up with zeros to a multiple of 16 numbers.
+  void load_tile(const void* from, int64_t at, int64_t step, int tokens, int dim, int stride) {
+    for (int t = 0; t < tokens; t++) {
+      load_row(a.dtype, from, at + t * step, dim, tile + t * stride);
+      std::fill(tile + t * stride + dim, tile + (t + 1) * stride, 0.f);
+    }
+  }
+
+  template <int ROWS>
+  void score_tile(int r, int first, int tokens) {
+    for (int t = 0; t < tokens; t++) {
+      Vf sum[ROWS] = {};
+      for (int d = 0; d < query_stride; d += LANES) {
+        const Vf x = load(tile + t * query_stride + d);
+        for (int i = 0; i < ROWS; i++) sum[i] += load(query + (r + i) * query_stride + d) * x;
+      }
+      for (int i = 0; i < ROWS; i++) scores[(r + i) * tokens_at_most + first + t] = sum_of(sum[i]);
+    }
+  }
+
+  template <int ROWS>
+  void add_tile(int r, int first, int tokens) {
+    for (int d = 0; d < value_stride; d += LANES) {
+      Vf sum[ROWS];
+      for (int i = 0; i < ROWS; i++) sum[i] = load(plain + (r + i) * value_stride + d);
+      for (int t = 0; t < tokens; t++) {
+        const Vf x = load(tile + t * value_stride + d);
+        for (int i = 0; i < ROWS; i++) sum[i] += scores[(r + i) * tokens_at_most + first + t] * x;
+      }
+      for (int i = 0; i < ROWS; i++) store(plain + (r + i) * value_stride + d, sum[i]);
     }
   }
 

@@ -28,23 +28,26 @@ inline __m512i field_of(__m512i words, int f) {
   return _mm512_and_si512(shifted, _mm512_set1_epi8((1 << BITS) - 1));
 }
 
-// Rows, and lines of 16 words, that are computed together: as many as keep their sums in registers.
+// Rows that are computed together: as many as keep their sums in registers.
 template <int BITS>
 constexpr int kRowsAtOnce = BITS == 2 ? 2 : kGroupOfRows;
-template <int BITS, int ROWS>
-constexpr int kLinesAtOnce = std::max(1, kRowsAtOnce<BITS> / ROWS * (BITS == 8 ? 2 : 1));
 
-// Calls f with ROWS rows and LINES of the lines first..last-1 at a time, for all of them: f(ROWS, LINES, row, line).
-template <int BITS, class F>
-inline void in_blocks(int rows, int first, int last, F f) {
-  for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
-    with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
-      constexpr int kLines = kLinesAtOnce<BITS, count.value>;
-      int line = first;
-      for (; line + kLines <= last; line += kLines) f(count, Int<kLines>(), r, line);
-      for (; line < last; line++) f(count, Int<1>(), r, line);
-    });
-}
+// The sums of products with high bytes and with low ones.
+template <int ROWS, int FIELDS>
+struct Sums {
+  __m512i high[ROWS][FIELDS], low[ROWS][FIELDS];
+
+  Sums() {
+    for (int r = 0; r < ROWS; r++)
+      for (int f = 0; f < FIELDS; f++) high[r][f] = low[r][f] = _mm512_setzero_si512();
+  }
+
+  // With high bytes counting 2 ** SHIFT times as much.
+  template <int SHIFT>
+  __m512 total(int r, int f) const {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r][f], SHIFT), low[r][f]));
+  }
+};
 
 // Two bytes per channel of one row's folded query, and what turns their products into scores.
 struct RoundedQuery {
@@ -52,35 +55,25 @@ struct RoundedQuery {
   float step, offset;
 };
 
-// scores[r][t] = step * (q . codes) + offset for LINES blocks of 16 * (8 / BITS) tokens.
-template <int BITS, int ROWS, int LINES>
+// scores[r][t] = step * (q . codes) + offset for 16 * (8 / BITS) tokens.
+template <int BITS, int ROWS>
 KVQ_NOINLINE void vnni_key_products(const uint8_t* words, const RoundedQuery* q, int dim, float* scores, int stride, int64_t ahead) {
-  constexpr int kFields = 8 / BITS, kBlocks = LINES * kFields;
-  __m512i high[ROWS][kBlocks], low[ROWS][kBlocks];
-  for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kBlocks; f++) high[r][f] = low[r][f] = _mm512_setzero_si512();
-  for (int i = 0; i < dim / 4; i++) {
-    __m512i code[kBlocks];
-    for (int line = 0; line < LINES; line++) {
-      const uint8_t* at = words + 16 * dim * line + 64 * i;
-      const __m512i w = _mm512_loadu_si512(at);
-      prefetch(at + ahead);
-      for (int f = 0; f < kFields; f++) code[line * kFields + f] = field_of<BITS>(w, f);
-    }
+  constexpr int kFields = 8 / BITS;
+  Sums<ROWS, kFields> sums;
+  for (int i = 0; i < dim / 4; i++, words += 64) {
+    const __m512i w = _mm512_loadu_si512(words);
+    prefetch(words + ahead);
     for (int r = 0; r < ROWS; r++) {
       const __m512i h = broadcast_four_bytes(q[r].high + 4 * i), l = broadcast_four_bytes(q[r].low + 4 * i);
-      for (int f = 0; f < kBlocks; f++) {
-        high[r][f] = add_products_of_bytes(high[r][f], code[f], h);
-        low[r][f] = add_products_of_bytes(low[r][f], code[f], l);
+      for (int f = 0; f < kFields; f++) {
+        sums.high[r][f] = add_products_of_bytes(sums.high[r][f], field_of<BITS>(w, f), h);
+        sums.low[r][f] = add_products_of_bytes(sums.low[r][f], field_of<BITS>(w, f), l);
       }
     }
   }
   for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kBlocks; f++) {
-      const __m512i both = _mm512_add_epi32(_mm512_slli_epi32(high[r][f], 7), low[r][f]);
-      const __m512 score = _mm512_fmadd_ps(_mm512_cvtepi32_ps(both), _mm512_set1_ps(q[r].step), _mm512_set1_ps(q[r].offset));
-      _mm512_storeu_ps(scores + r * stride + 16 * f, score);
-    }
+    for (int f = 0; f < kFields; f++)
+      _mm512_storeu_ps(scores + r * stride + 16 * f, _mm512_fmadd_ps(sums.template total<7>(r, f), _mm512_set1_ps(q[r].step), _mm512_set1_ps(q[r].offset)));
 }
 
 // Two bytes per token of some rows' folded weights: those of row r begin r * stride further.
@@ -90,40 +83,28 @@ struct RoundedWeights {
   int stride;
 };
 
-// sum[r][f * field_stride + lane] = step[r] * (weights . codes), for LINES columns of 16 words, or one of `width` words;
-// codes of 8 bits less 128.
-template <int BITS, int ROWS, int LINES>
+// sum[r][f * field_stride + lane] = step[r] * (weights . codes), for a column of `width` words; codes of 8 bits less 128.
+template <int BITS, int ROWS>
 KVQ_NOINLINE void vnni_value_products(const uint8_t* words, int width, int tokens, RoundedWeights p, float* sum, int sum_stride,
                                       int field_stride, int64_t ahead) {
-  constexpr int kFields = 8 / BITS, kBlocks = LINES * kFields;
-  __m512i high[ROWS][kBlocks], low[ROWS][kBlocks];
-  for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kBlocks; f++) high[r][f] = low[r][f] = _mm512_setzero_si512();
-  for (int i = 0; i < tokens / 4; i++) {
-    __m512i code[kBlocks];
-    for (int line = 0; line < LINES; line++) {
-      const uint8_t* at = words + 4 * (int64_t(i) * width + line * 4 * tokens);
-      __m512i w = _mm512_loadu_si512(at);
-      prefetch(at + ahead);
-      if (BITS == 8) w = _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80));
-      for (int f = 0; f < kFields; f++) code[line * kFields + f] = field_of<BITS>(w, f);
-    }
+  constexpr int kFields = 8 / BITS;
+  Sums<ROWS, kFields> sums;
+  for (int i = 0; i < tokens / 4; i++, words += 4 * width) {
+    __m512i w = _mm512_loadu_si512(words);
+    prefetch(words + ahead);
+    if (BITS == 8) w = _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80));
     for (int r = 0; r < ROWS; r++) {
       const __m512i h = broadcast_four_bytes(p.high + r * p.stride + 4 * i), l = broadcast_four_bytes(p.low + r * p.stride + 4 * i);
-      for (int f = 0; f < kBlocks; f++) {
-        high[r][f] = add_products_of_bytes(high[r][f], h, code[f]);
-        low[r][f] = add_products_of_bytes(low[r][f], l, code[f]);
+      for (int f = 0; f < kFields; f++) {
+        sums.high[r][f] = add_products_of_bytes(sums.high[r][f], h, field_of<BITS>(w, f));
+        sums.low[r][f] = add_products_of_bytes(sums.low[r][f], l, field_of<BITS>(w, f));
       }
     }
   }
   const __mmask16 lanes = (__mmask16)((1u << width) - 1);
   for (int r = 0; r < ROWS; r++)
-    for (int i = 0; i < kBlocks; i++) {
-      const int line = i / kFields, f = i % kFields;
-      const __m512i both = _mm512_add_epi32(_mm512_slli_epi32(high[r][i], 8), low[r][i]);
-      const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(both), _mm512_set1_ps(p.step[r]));
-      _mm512_mask_storeu_ps(sum + r * sum_stride + f * field_stride + 16 * line, lanes, product);
-    }
+    for (int f = 0; f < kFields; f++)
+      _mm512_mask_storeu_ps(sum + r * sum_stride + f * field_stride, lanes, _mm512_mul_ps(sums.template total<8>(r, f), _mm512_set1_ps(p.step[r])));
 }
 
 inline void store_bytes(void* p, __m512i x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }

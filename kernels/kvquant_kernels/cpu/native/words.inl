@@ -1,7 +1,5 @@
 // Codes and scales of one block, to and from their places in a record. See layout.py.
 
-constexpr int kWordLanes = 16;
-
 inline uint32_t load_word(const uint8_t* p) {
   uint32_t word;
   memcpy(&word, p, 4);
