@@ -109,7 +109,8 @@ def _bench(options: argparse.Namespace) -> int:
     from kvquant_evals import model
 
     try:
-        _check_writable(options.json)
+        _check_writable("json", options.json)
+        _check_writable("plot", options.plot)
         _time(options)
     except model.EvalError as error:
         print(f"kvquant bench: {error}", file=sys.stderr)
@@ -131,6 +132,7 @@ def _time(options: argparse.Namespace) -> None:
         peers=options.peers,
         memory=options.memory,
         rounds=options.rounds,
+        plot=options.plot is not None,
     )
     found = command.measure(plan).to_dict()
     _write_json(options.json, found)
@@ -176,7 +178,7 @@ def _eval(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     try:
-        _check_writable(options.json)
+        _check_writable("json", options.json)
         text = model.default_text() if options.text is None else model.read_text(options.text)
         source = model.find_source(options.model)
         runner.check(source, text, settings)
@@ -235,8 +237,8 @@ def _write_json(path: str | None, report: dict[str, Any]) -> None:
         raise EvalError(f"json {path!r} cannot be written: {error}") from error
 
 
-def _check_writable(path: str | None) -> None:
-    """Raises EvalError if the JSON could not be written in the end. Leaves an existing file as it is."""
+def _check_writable(argument: str, path: str | None) -> None:
+    """Raises EvalError if a file could not be written in the end. Leaves an existing one as it is."""
     from kvquant_evals.model import EvalError
 
     if path is None:
@@ -245,7 +247,7 @@ def _check_writable(path: str | None) -> None:
         with Path(path).open("a"):
             pass
     except OSError as error:
-        raise EvalError(f"json {path!r} cannot be written: {error}") from error
+        raise EvalError(f"{argument} {path!r} cannot be written: {error}") from error
 
 
 def _label(bits: Bits | tuple[Bits, Bits]) -> str:

@@ -172,6 +172,18 @@ def test_command_line(tiny_folder, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("kvquant bench: model '/nowhere' cannot be loaded")
 
 
+def test_what_cannot_be_done_is_said_before_anything_is_timed(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "time_attention", None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert main(["bench", "--plot", str(tmp_path / "plot.png")]) == 2
+    assert capsys.readouterr().err == "kvquant bench: --plot needs matplotlib: pip install matplotlib\n"
+    monkeypatch.setattr(command, "Path", lambda path: tmp_path / "nothing")
+    assert main(["bench", "--memory", "100"]) == 2
+    assert "memory can only be measured on Linux" in capsys.readouterr().err
+    assert main(["bench", "--json", "/nowhere/x.json"]) == 2
+    assert capsys.readouterr().err.startswith("kvquant bench: json '/nowhere/x.json' cannot be written")
+
+
 def test_the_random_model_has_the_shape_it_says(monkeypatch):
     monkeypatch.setattr(decoding.AutoModelForCausalLM, "from_config", lambda config, dtype: _Recorded(config, dtype))
     (label, made), *_ = command._models(None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ from kvquant_evals.bench.report import Report
 
 @dataclass(frozen=True)
 class Plan:
-    """models: names as for `kvquant eval`, None for the default one, or RANDOM_MODEL; memory: tokens, None for none."""
+    """models: names as for `kvquant eval`, None for the default one, or RANDOM_MODEL; memory: tokens, None for none;
+    plot: whether what is found will be drawn.
+    """
 
     models: list[str | None]
     contexts: list[int]
@@ -28,10 +32,18 @@ class Plan:
     peers: bool
     memory: int | None
     rounds: int
+    plot: bool = False
 
 
 def measure(plan: Plan) -> Report:
-    """Contexts beyond what a model was made for are left out. Raises EvalError if a model cannot be loaded."""
+    """Contexts beyond what a model was made for are left out.
+
+    Raises EvalError, before anything is timed, for a model that cannot be loaded, or for what cannot be done here.
+    """
+    if plan.memory is not None and not Path("/proc/self/clear_refs").exists():
+        raise model.EvalError("memory can only be measured on Linux; leave out --memory")
+    if plan.plot and find_spec("matplotlib") is None:
+        raise model.EvalError("--plot needs matplotlib: pip install matplotlib")
     sources = {name: model.find_source(name) for name in plan.models if name != RANDOM_MODEL}
     effort, shape = Effort(plan.rounds), Shape()
     report = Report(shape)
