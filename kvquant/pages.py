@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvquant.layout import PageLayout
 
-GROWTH = 1.5
+GROWTH = 1.125  # little: of a pool that grew, what is not used yet may be resident all the same
 
 
 class Page:

@@ -429,8 +429,8 @@ def test_pool_grows_geometrically():
     for _ in range(1000):
         kept += pool.write(record)
         sizes.add(pool.capacity)
-    assert len(sizes) < 25
-    assert pool.capacity <= 1500
+    assert len(sizes) < 60  # by an eighth each time, after the first few
+    assert pool.capacity <= 1125
 
 
 def test_pickled_states_come_back_with_pages_of_their_own():

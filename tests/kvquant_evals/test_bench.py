@@ -144,7 +144,6 @@ def test_what_a_gain_comes_from():
 
 
 def test_plot(tmp_path):
-    pytest.importorskip("matplotlib")
     report.plot(example(), str(tmp_path / "plot.png"))
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
