@@ -173,7 +173,10 @@ def test_other_readme_examples_run(capsys):
 
 def test_resident_memory_is_what_the_packed_cache_needs():
     full, packed = memory.measure(None, ["DynamicCache", "kvquant 4"], 1024)
-    # Of 1,224 tokens up to 196 are exact and the others take 4.6 of 16 bits: 0.40 of DynamicCache's bytes. The rest is
-    # what the allocator keeps.
-    assert packed.held <= 0.55 * full.held
-    assert packed.peak <= 0.55 * full.peak
+    tokens = 1024 + memory.STEPS
+    unpacked = 2 * 30 * 3 * 64 * tokens * 2  # bytes of bfloat16 in 30 layers
+    # Up to 196 of the tokens are exact and the others take 4.6 of 16 bits: 0.40 in all. The rest is what the process loads
+    # and its allocator keeps, some 8 MB for either cache.
+    assert unpacked <= full.held <= unpacked + 12e6
+    assert packed.held <= 0.40 * unpacked + 12e6
+    assert packed.peak <= 0.65 * full.peak
