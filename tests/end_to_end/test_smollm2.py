@@ -175,8 +175,8 @@ def test_resident_memory_is_what_the_packed_cache_needs():
     full, packed = memory.measure(None, ["DynamicCache", "kvquant 4"], 1024)
     tokens = 1024 + memory.STEPS
     unpacked = 2 * 30 * 3 * 64 * tokens * 2  # bytes of bfloat16 in 30 layers
-    # Up to 196 of the tokens are exact and the others take 4.6 of 16 bits: 0.40 in all. The rest is what the process loads
-    # and its allocator keeps, some 8 MB for either cache.
+    # Up to 196 of the tokens are exact and the others take 4.6 of 16 bits: 0.40 in all. The rest is what the process
+    # loads and its allocator keeps, some 8 MB for either cache.
     assert unpacked <= full.held <= unpacked + 12e6
     assert packed.held <= 0.40 * unpacked + 12e6
     assert packed.peak <= 0.65 * full.peak
