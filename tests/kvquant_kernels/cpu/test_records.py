@@ -108,9 +108,10 @@ def test_what_is_left_to_torch():
     shape = StateShape(2, 64, 64)
     layout = CpuLayout(PagePart(codec.fmt, shape), PagePart(codec.fmt, shape))
     states = torch.randn(1, 2, 64, 64)
-    torch.equal(
-        layout.seal(states, states, (other_norm,) * 2), PageLayout.seal(layout, states, states, (other_norm,) * 2)
-    )
+    by_torch = PageLayout.seal(layout, states, states, (other_norm,) * 2)
+    assert torch.equal(layout.seal(states, states, (other_norm,) * 2), by_torch)
+    by_norm_of_four = layout.seal(states, states, (codec,) * 2)
+    assert not torch.equal(by_norm_of_four, by_torch)  # the norm matters: native code would have shown
 
 
 def test_switched_off_torch_does_it(monkeypatch):
