@@ -3,6 +3,7 @@
 constexpr int kMostGroups = 64;  // groups of channels that vnni.inl takes
 
 struct PageReader : Task {
+  const uint8_t *key = nullptr, *value = nullptr;  // of the current page
   int64_t ahead = 0;  // bytes from the current page to the next: loops fetch there what they read here
   bool integer_keys = false, integer_values = false;  // whether products are those of vnni.inl
   std::vector<uint8_t> bytes;                         // what vnni.inl rounds queries and weights to
@@ -144,6 +145,24 @@ struct PageReader : Task {
   }
 
 #if KVQ_VNNI
+  // Products fetch the next page's codes at the place where they read, so that memory would idle while numbers are rounded.
+  // The last codes of a part, at most a quarter, are therefore fetched while the `n` numbers per row of the other part are.
+  int64_t late_rows(const KvqPart& part, int n) const { return std::min<int64_t>(rows, part.scales / 4 / (n * kBytesPerNumber)); }
+  int64_t first_late(const KvqPart& part, int n) const { return part.scales - late_rows(part, n) * n * kBytesPerNumber; }
+  Lines late_lines(const uint8_t* record, const KvqPart& part, int n, int r) const {
+    if (r >= late_rows(part, n)) return {record, 0};
+    return {record + first_late(part, n) + r * n * kBytesPerNumber, kBytesPerNumber / 2};
+  }
+
+  // Calls f with numbers of consecutive blocks, MOST as long as there are so many, and the first of them.
+  template <int MOST, class F>
+  static void in_blocks(int blocks, F f) {
+    int first = 0;
+    for (; first + MOST <= blocks; first += MOST) f(Int<MOST>(), first);
+    if constexpr (MOST > 1)
+      for (; first < blocks; first++) f(Int<1>(), first);
+  }
+
   template <int BITS>
   void integer_key_scores(const uint8_t* record) {
     constexpr int kTokens = kWordLanes * 8 / BITS;
@@ -151,16 +170,20 @@ struct PageReader : Task {
     for (int r = 0; r < rows; r++) {
       q[r].high = bytes.data() + 2 * r * query_stride;
       q[r].low = q[r].high + query_stride;
-      const Rounded rounded = fold_and_round<true>(rotated_query + r * query_stride, scales, zeros, a.key.middle, a.key.dim, q[r].high, q[r].low);
+      const Rounded rounded = fold_and_round<true>(rotated_query + r * query_stride, scales, zeros, a.key.middle, a.key.dim, q[r].high, q[r].low,
+                                                   late_lines(value, a.value, a.key.dim, r));
       q[r].step = rounded.step;
       q[r].offset = rounded.offset;
     }
-    for (int t = 0; t < a.page_size; t += kTokens)
-      for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
-        with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
-          vnni_key_products<BITS, count.value>(record + t / kTokens * 16 * a.key.dim, q + r, a.key.dim,
-                                               scores + r * tokens_at_most + t, tokens_at_most, r ? 0 : ahead);
+    for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
+      with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
+        in_blocks<kBlocksAtOnce<BITS, count.value>>(a.page_size / kTokens, [&](auto blocks, int block) {
+          const int64_t at = int64_t(block) * kWordLanes * a.key.dim;
+          const bool fetch = r == 0 && at < first_late(a.key, a.page_size);
+          vnni_key_products<BITS, blocks.value, count.value>(record + at, q + r, a.key.dim, scores + r * tokens_at_most + block * kTokens,
+                                                             tokens_at_most, fetch ? ahead : 0);
         });
+      });
   }
 
   template <int BITS>
@@ -169,16 +192,20 @@ struct PageReader : Task {
     uint8_t *high = bytes.data(), *low = high + int64_t(groups) * rows * tokens_at_most;
     round_page_weights<BITS>(step, high, low);
     for (int g = 0; g < groups; g++)
-      for (int w = 0; w < words_per_group; w += kWordLanes)
-        for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
-          with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
-            const int64_t at = int64_t(g) * rows + r;
-            const RoundedWeights p = {high + at * tokens_at_most, low + at * tokens_at_most, step + at, tokens_at_most};
-            vnni_value_products<BITS, count.value>(column(record, g, w), column_width(w), a.page_size, p,
-                                                   page + r * value_stride + g * value_group + w, value_stride, words_per_group,
-                                                   r ? 0 : ahead);
-          });
-    add_page();
+      for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
+        with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
+          const int64_t at = int64_t(g) * rows + r;
+          const RoundedWeights p = {high + at * tokens_at_most, low + at * tokens_at_most, step + at, bias + r * groups + g, tokens_at_most, groups};
+          const auto products = [&](auto columns, int w) {
+            const uint8_t* words = column(record, g, w);
+            const bool fetch = r == 0 && words - record < first_late(a.value, a.key.dim);
+            vnni_value_products<BITS, columns.value, count.value>(words, column_width(w), a.page_size, p,
+                                                                  packed + r * value_stride + g * value_group + w, value_stride,
+                                                                  words_per_group, fetch ? ahead : 0);
+          };
+          in_blocks<kBlocksAtOnce<BITS, count.value>>(words_per_group / kWordLanes, [&](auto columns, int k) { products(columns, k * kWordLanes); });
+          if (words_per_group % kWordLanes) products(Int<1>(), words_per_group / kWordLanes * kWordLanes);
+        });
   }
 
   // Folds scales into weights and rounds them; the middle of the codes leaves through the biases.
@@ -189,7 +216,8 @@ struct PageReader : Task {
       for (int r = 0; r < rows; r++) {
         const int64_t at = int64_t(g) * rows + r, bytes_at = at * tokens_at_most;
         const Rounded rounded = fold_and_round<false>(scores + r * tokens_at_most, scales + g * a.page_size, zeros + g * a.page_size,
-                                                      middle, a.page_size, high + bytes_at, low + bytes_at);
+                                                      middle, a.page_size, high + bytes_at, low + bytes_at,
+                                                      late_lines(key + ahead, a.key, a.page_size, g ? rows : r));
         step[at] = rounded.step;
         bias[r * groups + g] = rounded.offset;
       }
@@ -200,7 +228,7 @@ struct PageReader : Task {
     const int64_t column = a.start[b] + a.sinks.tokens;
     for (int p = first; p < last; p++) {
       const uint8_t* record = a.pool + a.page_bytes * a.table[b * a.table_stride + p];
-      const uint8_t *key = record + a.key.first + h * a.key.head_stride, *value = record + a.value.first + h * a.value.head_stride;
+      key = record + a.key.first + h * a.key.head_stride, value = record + a.value.first + h * a.value.head_stride;
       ahead = p + 1 < last ? a.page_bytes * (a.table[b * a.table_stride + p + 1] - int64_t(a.table[b * a.table_stride + p])) : 0;
       by_format(a.key, [&](auto code, auto bits) { key_scores<code.value, bits.value>(key); });
       if (softmax(a.page_size, column + int64_t(p) * a.page_size))

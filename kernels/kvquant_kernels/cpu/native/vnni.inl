@@ -32,6 +32,10 @@ inline __m512i field_of(__m512i words, int f) {
 template <int BITS>
 constexpr int kRowsAtOnce = BITS == 2 ? 2 : kGroupOfRows;
 
+// Blocks of words that are read side by side, so that broadcasts are shared and sums do not wait for each other.
+template <int BITS, int ROWS>
+constexpr int kBlocksAtOnce = std::min(std::max(8 / (8 / BITS * ROWS), 1), 4);
+
 // The sums of products with high bytes and with low ones.
 template <int ROWS, int FIELDS>
 struct Sums {
@@ -55,56 +59,71 @@ struct RoundedQuery {
   float step, offset;
 };
 
-// scores[r][t] = step * (q . codes) + offset for 16 * (8 / BITS) tokens.
-template <int BITS, int ROWS>
+// scores[r][t] = step * (q . codes) + offset for the 16 * (8 / BITS) tokens of each of some blocks.
+template <int BITS, int BLOCKS, int ROWS>
 KVQ_NOINLINE void vnni_key_products(const uint8_t* words, const RoundedQuery* q, int dim, float* scores, int stride, int64_t ahead) {
   constexpr int kFields = 8 / BITS;
-  Sums<ROWS, kFields> sums;
+  const int64_t block = 16 * dim;
+  Sums<ROWS, BLOCKS * kFields> sums;
   for (int i = 0; i < dim / 4; i++, words += 64) {
-    const __m512i w = _mm512_loadu_si512(words);
-    prefetch(words + ahead);
+    __m512i w[BLOCKS];
+    for (int k = 0; k < BLOCKS; k++) {
+      w[k] = _mm512_loadu_si512(words + k * block);
+      prefetch(words + k * block + ahead);
+    }
     for (int r = 0; r < ROWS; r++) {
       const __m512i h = broadcast_four_bytes(q[r].high + 4 * i), l = broadcast_four_bytes(q[r].low + 4 * i);
-      for (int f = 0; f < kFields; f++) {
-        sums.high[r][f] = add_products_of_bytes(sums.high[r][f], field_of<BITS>(w, f), h);
-        sums.low[r][f] = add_products_of_bytes(sums.low[r][f], field_of<BITS>(w, f), l);
+      for (int j = 0; j < BLOCKS * kFields; j++) {
+        const __m512i codes = field_of<BITS>(w[j / kFields], j % kFields);
+        sums.high[r][j] = add_products_of_bytes(sums.high[r][j], codes, h);
+        sums.low[r][j] = add_products_of_bytes(sums.low[r][j], codes, l);
       }
     }
   }
   for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kFields; f++)
-      _mm512_storeu_ps(scores + r * stride + 16 * f, _mm512_fmadd_ps(sums.template total<7>(r, f), _mm512_set1_ps(q[r].step), _mm512_set1_ps(q[r].offset)));
+    for (int j = 0; j < BLOCKS * kFields; j++)
+      _mm512_storeu_ps(scores + r * stride + 16 * j, _mm512_fmadd_ps(sums.template total<7>(r, j), _mm512_set1_ps(q[r].step), _mm512_set1_ps(q[r].offset)));
 }
 
-// Two bytes per token of some rows' folded weights: those of row r begin r * stride further.
+// Two bytes per token of some rows' folded weights, and what their products are scaled and shifted by: those of row r begin
+// r strides further.
 struct RoundedWeights {
   const uint8_t *high, *low;
-  const float* step;
-  int stride;
+  const float *step, *bias;
+  int stride, bias_stride;
 };
 
-// sum[r][f * field_stride + lane] = step[r] * (weights . codes), for a column of `width` words; codes of 8 bits less 128.
-template <int BITS, int ROWS>
+// sum[r][f * field_stride + 16 * k + lane] += step[r] * (weights . codes) + bias[r], for some columns k of `width` words, which
+// is 16 if there are several; codes of 8 bits less 128. The two terms nearly cancel: they are added to each other first.
+template <int BITS, int COLUMNS, int ROWS>
 KVQ_NOINLINE void vnni_value_products(const uint8_t* words, int width, int tokens, RoundedWeights p, float* sum, int sum_stride,
                                       int field_stride, int64_t ahead) {
   constexpr int kFields = 8 / BITS;
-  Sums<ROWS, kFields> sums;
+  const int64_t column = 16 * tokens;
+  Sums<ROWS, COLUMNS * kFields> sums;
   for (int i = 0; i < tokens / 4; i++, words += 4 * width) {
-    __m512i w = _mm512_loadu_si512(words);
-    prefetch(words + ahead);
-    if (BITS == 8) w = _mm512_xor_si512(w, _mm512_set1_epi8((char)0x80));
+    __m512i w[COLUMNS];
+    for (int k = 0; k < COLUMNS; k++) {
+      w[k] = _mm512_loadu_si512(words + k * column);
+      prefetch(words + k * column + ahead);
+      if (BITS == 8) w[k] = _mm512_xor_si512(w[k], _mm512_set1_epi8((char)0x80));
+    }
     for (int r = 0; r < ROWS; r++) {
       const __m512i h = broadcast_four_bytes(p.high + r * p.stride + 4 * i), l = broadcast_four_bytes(p.low + r * p.stride + 4 * i);
-      for (int f = 0; f < kFields; f++) {
-        sums.high[r][f] = add_products_of_bytes(sums.high[r][f], h, field_of<BITS>(w, f));
-        sums.low[r][f] = add_products_of_bytes(sums.low[r][f], l, field_of<BITS>(w, f));
+      for (int j = 0; j < COLUMNS * kFields; j++) {
+        const __m512i codes = field_of<BITS>(w[j / kFields], j % kFields);
+        sums.high[r][j] = add_products_of_bytes(sums.high[r][j], h, codes);
+        sums.low[r][j] = add_products_of_bytes(sums.low[r][j], l, codes);
       }
     }
   }
   const __mmask16 lanes = (__mmask16)((1u << width) - 1);
   for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kFields; f++)
-      _mm512_mask_storeu_ps(sum + r * sum_stride + f * field_stride, lanes, _mm512_mul_ps(sums.template total<8>(r, f), _mm512_set1_ps(p.step[r])));
+    for (int j = 0; j < COLUMNS * kFields; j++) {
+      float* to = sum + r * sum_stride + j % kFields * field_stride + j / kFields * 16;
+      const __m512 page = _mm512_fmadd_ps(sums.template total<8>(r, j), _mm512_set1_ps(p.step[r]), _mm512_set1_ps(p.bias[r * p.bias_stride]));
+      _mm512_mask_storeu_ps(to, lanes, _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, to), page));
+    }
 }
 
 inline void store_bytes(void* p, __m512i x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
@@ -113,22 +132,31 @@ struct Rounded {
   float step, offset;
 };
 
+// Lines of memory to fetch on the way: kBytesPerNumber for every number, if step is not 0.
+struct Lines {
+  const uint8_t* first;
+  int step;
+};
+constexpr int kBytesPerNumber = 8;
+
 // Folds scales into a query or into weights, and rounds the products to integers of two bytes: x * scale as high * 128 + low
 // of signed bytes if IS_SIGNED, else as high * 256 + low of unsigned ones, times step. offset: what is to be added to
 // step * (integers . codes), which is x . zero less the middle of the codes. Counts n up to a multiple of 16; what is beyond
 // n must be zero.
 template <bool IS_SIGNED>
-inline Rounded fold_and_round(const float* x, const float* scale, const float* zero, float middle, int n, uint8_t* high, uint8_t* low) {
+inline Rounded fold_and_round(const float* x, const float* scale, const float* zero, float middle, int n, uint8_t* high, uint8_t* low, Lines lines) {
   constexpr int kLowBits = IS_SIGNED ? 7 : 8;
-  __m512 top = _mm512_setzero_ps(), product = _mm512_setzero_ps();
+  constexpr float kLevels = IS_SIGNED ? kQueryLevels : kWeightLevels;
+  __m512 top = _mm512_setzero_ps(), product = _mm512_setzero_ps(), nothing = _mm512_setzero_ps();
   for (int i = 0; i < n; i += 16) {
     const __m512 y = _mm512_loadu_ps(x + i), folded = _mm512_mul_ps(y, _mm512_loadu_ps(scale + i));
     top = _mm512_max_ps(_mm512_abs_ps(folded), top);  // leaves NaN aside, which reaches the offset through 0 * NaN
     product = _mm512_fmadd_ps(y, _mm512_loadu_ps(zero + i), product);
-    product = _mm512_fmadd_ps(folded, _mm512_setzero_ps(), product);
+    nothing = _mm512_fmadd_ps(folded, _mm512_setzero_ps(), nothing);
+    prefetch(lines.first + lines.step * i);
   }
-  const float largest = std::max(_mm512_reduce_max_ps(top), 1e-30f), levels = IS_SIGNED ? kQueryLevels : kWeightLevels;
-  const __m512 inverse = _mm512_set1_ps(levels / largest);
+  const float largest = std::max(_mm512_reduce_max_ps(top), 1e-30f), step = largest * (1.f / kLevels);
+  const __m512 inverse = _mm512_set1_ps(kLevels / largest);
   __m512i total = _mm512_setzero_si512();
   for (int i = 0; i < n; i += 16) {
     const __m512 folded = _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(scale + i));
@@ -137,7 +165,8 @@ inline Rounded fold_and_round(const float* x, const float* scale, const float* z
     store_bytes(high + i, h);
     store_bytes(low + i, IS_SIGNED ? _mm512_sub_epi32(rounded, _mm512_slli_epi32(h, kLowBits)) : rounded);
     total = _mm512_add_epi32(total, rounded);
+    prefetch(lines.first + lines.step * (n + i));
   }
-  const float step = largest / levels;
-  return {step, _mm512_reduce_add_ps(product) - middle * step * float(_mm512_reduce_add_epi32(total))};
+  const __m512 middles = _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(middle * step));
+  return {step, _mm512_reduce_add_ps(_mm512_sub_ps(_mm512_add_ps(product, nothing), middles))};
 }
