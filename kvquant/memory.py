@@ -57,7 +57,7 @@ def layer_memory(states: Snapshot, tail_room: int) -> MemoryReport:
     """The memory of one quantized layer whose tail has room for `tail_room` more tokens."""
     per_token = _token_bytes(states.chunk)
     num_rows = len(states.rows)
-    exact_tokens = num_rows * (states.tail.num_tokens + states.chunk.num_tokens)
+    exact_tokens = num_rows * (states.tail_length + states.chunk.num_tokens)
     exact_tokens += 0 if states.sinks is None else num_rows * states.sinks.num_tokens
     stored_tokens = sum(states.kv_len - row.start for row in states.rows)
     pages = len({page for row in states.rows for page in row.pages})

@@ -52,6 +52,14 @@ class Row(NamedTuple):
 class Rows(tuple[Row, ...]):
     """The rows of a batch, in the form that kernels read; a value, whose tables are made once."""
 
+    def __reduce__(self) -> tuple[type[Rows], tuple[tuple[Row, ...]]]:
+        return Rows, (tuple(self),)
+
+    @cached_property
+    def derived(self) -> dict[object, object]:
+        """What kernels have derived from these rows and keep with them, by keys of their own."""
+        return {}
+
     @cached_property
     def have_pages(self) -> bool:
         """Whether some row has a page."""
@@ -111,7 +119,8 @@ class Snapshot:
 
     settled: columns 0..settled-1 are in sinks, pages and tail (or padding); the chunk's follow.
     sinks: [B, Hkv, S, D], valid for rows that have pages; None while no row has.
-    tail: the columns up to `settled`; a row's own part begins at `tail_start` of its group.
+    tail: the columns up to `settled`; a row's own part begins at `tail_start` of its group. They are the first
+    tail_length tokens of buffers with room for more.
     """
 
     config: QuantConfig
@@ -119,18 +128,23 @@ class Snapshot:
     rows: Rows
     sinks: KV | None
     pool: PagePool | None
-    tail: KV
+    tail_buffers: KV
+    tail_length: int
     chunk: KV
 
     @staticmethod
     def of(key: Tensor, value: Tensor) -> Snapshot:
         """States that are plain tensors: keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv], all exact."""
         chunk = KV(key, value)
-        return Snapshot(QuantConfig(), 0, Rows((Row(0, ()),) * key.shape[0]), None, None, chunk.tokens(0, 0), chunk)
+        return Snapshot(QuantConfig(), 0, Rows((Row(0, ()),) * key.shape[0]), None, None, chunk, 0, chunk)
 
     @property
     def kv_len(self) -> int:
         return self.settled + self.chunk.num_tokens
+
+    @property
+    def tail(self) -> KV:
+        return self.tail_buffers.tokens(0, self.tail_length)
 
     @property
     def layout(self) -> PageLayout:
@@ -150,9 +164,9 @@ class Snapshot:
 
     def exact_segments(self, group: RowGroup) -> list[Segment]:
         """Sinks, tail and chunk of a group, without empty ones."""
-        first_tail, tail_first = self.tail_start(group), self.settled - self.tail.num_tokens
+        first_tail, tail_first = self.tail_start(group), self.settled - self.tail_length
         segments = [
-            Segment(first_tail, self.tail.tokens(first_tail - tail_first, self.tail.num_tokens).rows(group.rows)),
+            Segment(first_tail, self.tail_buffers.tokens(first_tail - tail_first, self.tail_length).rows(group.rows)),
             Segment(self.settled, self.chunk.rows(group.rows)),
         ]
         if group.num_pages:

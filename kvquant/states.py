@@ -49,8 +49,9 @@ class LayerStates:
     def snapshot(self) -> Snapshot:
         """What is held now; the same object until something changes."""
         if self._last_snapshot is None:
+            buffers, length = self._tail.buffers, self._tail.length
             self._last_snapshot = Snapshot(
-                self.config, self._settled, self._rows, self._sinks, self._pool, self._tail.states, self._chunk
+                self.config, self._settled, self._rows, self._sinks, self._pool, buffers, length, self._chunk
             )
         return self._last_snapshot
 
@@ -139,12 +140,12 @@ class LayerStates:
         return copy
 
     def _check_like_chunk(self, key: Tensor, value: Tensor) -> None:
-        for name, new, held in zip(("key", "value"), (key, value), self._chunk, strict=True):
-            same_shape = new.shape[:2] == held.shape[:2] and new.shape[-1] == held.shape[-1]
-            if not same_shape or new.dtype != held.dtype:
+        for name, new, held in (("key", key, self._no_chunk.key), ("value", value, self._no_chunk.value)):
+            batch, heads, _, dim = held.shape
+            if new.dtype != held.dtype or new.shape != (batch, heads, new.shape[-2], dim):
                 raise ValueError(
                     f"{name}_states of shape {tuple(new.shape)} and {new.dtype} do not continue a cache of "
-                    f"[{held.shape[0]}, {held.shape[1]}, *, {held.shape[-1]}] and {held.dtype}"
+                    f"[{batch}, {heads}, *, {dim}] and {held.dtype}"
                 )
         if key.shape[-2] != value.shape[-2]:
             raise ValueError(

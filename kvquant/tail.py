@@ -13,8 +13,12 @@ class Tail:
     """Exact states that grow at the end, in buffers with room to spare."""
 
     def __init__(self, buffers: KV, length: int) -> None:
-        self._buffers = buffers
-        self.states = buffers.tokens(0, length)
+        self.buffers = buffers
+        self.length = length
+
+    @property
+    def states(self) -> KV:
+        return self.buffers.tokens(0, self.length)
 
     @staticmethod
     def copy_of(states: KV, config: QuantConfig) -> Tail:
@@ -25,7 +29,7 @@ class Tail:
         return Tail(buffers, states.num_tokens)
 
     def __getstate__(self) -> tuple[KV, int]:
-        return self._buffers, self.states.num_tokens
+        return self.buffers, self.length
 
     def __setstate__(self, state: tuple[KV, int]) -> None:
         buffers, length = state
@@ -33,26 +37,26 @@ class Tail:
 
     @property
     def room(self) -> int:
-        return self._buffers.num_tokens - self.states.num_tokens
+        return self.buffers.num_tokens - self.length
 
     def extended(self, states: KV) -> Tail:
         """The tail with `states` at its end; written in place where there is room."""
-        length = self.states.num_tokens
-        if length + states.num_tokens > self._buffers.num_tokens:
+        length = self.length
+        if length + states.num_tokens > self.buffers.num_tokens:
             if length == 0:
                 return Tail(states, states.num_tokens)
             return Tail(
                 KV(*(torch.cat(pair, dim=-2) for pair in zip(self.states, states, strict=True))),
                 length + states.num_tokens,
             )
-        for buffer, part in zip(self._buffers, states, strict=True):
+        for buffer, part in zip(self.buffers, states, strict=True):
             buffer.narrow(-2, length, part.shape[-2]).copy_(part)
-        return Tail(self._buffers, length + states.num_tokens)
+        return Tail(self.buffers, length + states.num_tokens)
 
     def last(self, length: int, config: QuantConfig) -> Tail:
         """The last `length` tokens, in buffers of their own if that frees memory or the room is used up."""
-        held = self.states.num_tokens
-        if length == held and self._buffers.num_tokens > held:
+        held = self.length
+        if length == held and self.buffers.num_tokens > held:
             return self
         return Tail.copy_of(self.states.tokens(held - length, held), config)
 

@@ -5,10 +5,14 @@ Bytes read per token and KV head: the packed keys and values with their scales, 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
 import torch
 from torch import Tensor
 
 from kvquant.attention import AttentionCall
+from kvquant.config import QuantConfig
 from kvquant.layout import PageLayout, PagePart
 from kvquant.snapshot import KV, Snapshot
 from kvquant_kernels.cpu import layout, library
@@ -61,56 +65,72 @@ class CpuAttention:
         return arguments.out
 
 
+class _Standing(NamedTuple):
+    """The part of a call that is the same until pages are sealed: kept with the page tables, which then change too."""
+
+    config: QuantConfig
+    sinks: KV | None
+    records: ReferenceType[Tensor]  # of the pool, which may grow into others
+    structure: library.Attend
+
+    @staticmethod
+    def of(states: Snapshot, records: Tensor) -> _Standing:
+        held = states.rows.derived.get(_Standing)
+        if isinstance(held, _Standing) and held.fits(states, records):
+            return held
+        new = _Standing(states.config, states.sinks, ref(records), _standing_structure(states, records))
+        states.rows.derived[_Standing] = new
+        return new
+
+    def fits(self, states: Snapshot, records: Tensor) -> bool:
+        return self.records() is records and self.sinks is states.sinks and self.config is states.config
+
+
+def _standing_structure(states: Snapshot, records: Tensor) -> library.Attend:
+    cpu_layout, rows, config, key = states.layout, states.rows, states.config, states.chunk.key
+    assert isinstance(cpu_layout, CpuLayout)
+    s = library.Attend(batch=key.shape[0], heads=key.shape[1], dtype=library.DTYPES[key.dtype])
+    s.page_size, s.exact = config.page_size, config.precision == "exact"
+    s.pool, s.page_bytes = records.data_ptr(), cpu_layout.page_bytes
+    s.table, s.table_stride = rows.slots.data_ptr(), rows.slots.shape[1]
+    s.start, s.num_pages = rows.starts.data_ptr(), rows.num_pages.data_ptr()
+    s.key, s.value = (part.structure for part in cpu_layout.parts)
+    s.key_rotated, s.value_rotated = (config.codec(part).rotated for part in (0, 1))
+    if states.sinks is not None:
+        library.set_segment(s, "sinks", *states.sinks, states.sinks.num_tokens)
+    return s
+
+
 class _Arguments:
     """The C view of a call, and the tensors that it points into."""
 
     def __init__(self, states: Snapshot, call: AttentionCall) -> None:
-        self._keep: list[Tensor] = []
-        config, (batch, num_heads, q_len, dim) = states.config, call.query.shape
-        heads, value_dim = states.chunk.key.shape[1], states.chunk.value.shape[-1]
-        self.out = torch.empty(batch, num_heads, q_len, value_dim, dtype=call.query.dtype)
-        s = self.structure = library.Attend(batch=batch, heads=heads, n_rep=num_heads // heads, q_len=q_len)
-        query = self._dense(call.query)
+        assert states.pool is not None
+        records, query = states.pool.records, _dense(call.query)
+        batch, num_heads, q_len, dim = query.shape
+        self.out = torch.empty(batch, num_heads, q_len, states.chunk.value.shape[-1], dtype=query.dtype)
+        tail, chunk = states.tail_buffers, KV(*map(_dense, states.chunk))
+        s = self.structure = library.Attend.from_buffer_copy(_Standing.of(states, records).structure)
         s.query, s.query_stride[:], s.query_dtype = query.data_ptr(), query.stride()[:3], library.DTYPES[query.dtype]
-        s.out, s.dtype, s.num_threads = (
-            self.out.data_ptr(),
-            library.DTYPES[states.chunk.key.dtype],
-            torch.get_num_threads(),
-        )
-        s.page_size, s.settled, s.exact = config.page_size, states.settled, config.precision == "exact"
+        s.out, s.n_rep, s.q_len = self.out.data_ptr(), num_heads // s.heads, q_len
+        s.settled, s.num_threads = states.settled, torch.get_num_threads()
         s.scale, s.softcap = dim**-0.5 if call.scale is None else call.scale, call.softcap or 0.0
-        self._set_pages(states)
-        s.tail, s.chunk = self._segment(states.tail), self._segment(states.chunk)
-        if states.sinks is not None:
-            s.sinks = self._segment(states.sinks)
+        library.set_segment(s, "tail", *tail, states.tail_length)
+        library.set_segment(s, "chunk", *chunk, chunk.num_tokens)
+        # The records: another cache that shares the pool may let it grow meanwhile.
+        self._keep: list[object] = [states.rows, states.sinks, records, query, tail, chunk]
         self._set_mask(call)
 
-    def _dense(self, x: Tensor) -> Tensor:
+    def _kept(self, x: Tensor) -> Tensor:
         """x, or a copy of it, with a dense last dimension; kept alive."""
-        dense = x if x.stride(-1) == 1 else x.contiguous()
+        dense = _dense(x)
         self._keep.append(dense)
         return dense
-
-    def _set_pages(self, states: Snapshot) -> None:
-        s, cpu_layout, rows = self.structure, states.layout, states.rows
-        assert isinstance(cpu_layout, CpuLayout)
-        assert states.pool is not None
-        # Kept: another cache that shares the pool may let it grow meanwhile, into a new tensor.
-        s.pool, s.page_bytes = self._dense(states.pool.records).data_ptr(), cpu_layout.page_bytes
-        s.table, s.table_stride = rows.slots.data_ptr(), rows.slots.shape[1]
-        s.start, s.num_pages = rows.starts.data_ptr(), rows.num_pages.data_ptr()
-        s.key, s.value = (part.structure for part in cpu_layout.parts)
-        s.key_rotated, s.value_rotated = (states.config.codec(part).rotated for part in (0, 1))
-
-    def _segment(self, states: KV) -> library.Segment:
-        key, value = self._dense(states.key), self._dense(states.value)
-        key_stride, value_stride = (library.Strides(*part.stride()[:3]) for part in (key, value))
-        return library.Segment(key.data_ptr(), value.data_ptr(), key_stride, value_stride, states.num_tokens)
 
     def _set_mask(self, call: AttentionCall) -> None:
         s = self.structure
         if call.sink_logits is not None:
-            logits = self._dense(call.sink_logits.to(torch.float32).contiguous())
+            logits = self._kept(call.sink_logits.to(torch.float32).contiguous())
             s.sink_logits = logits.data_ptr()
         if call.mask is None:
             return
@@ -121,11 +141,16 @@ class _Arguments:
             # In float32 at least, which holds the bound; finite also after the change to base 2.
             wide = mask.to(torch.promote_types(mask.dtype, torch.float32))
             mask = wide.clamp_min(_LEAST_MASK).to(torch.float32).masked_fill(mask == -torch.inf, -torch.inf)
-        mask = self._dense(mask)
+        mask = self._kept(mask)
         s.mask = mask.data_ptr()
         s.mask_stride[:] = [
             stride if size > 1 else 0 for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
         ]
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, or a copy of it, with a dense last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 KERNEL = CpuAttention()

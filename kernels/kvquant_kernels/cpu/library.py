@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import struct
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch  # first, for its OpenMP runtime: the library has none of its own, so that there is one thread pool
+from torch import Tensor
 
 LIBRARY = "libkvquant_cpu.so"
 VARIABLE = "KVQUANT_CPU_LIBRARY"  # the environment variable that names another file
@@ -58,6 +60,23 @@ class Attend(Structure):
         *((name, Part) for name in ("key", "value")),
         *((name, Segment) for name in ("sinks", "tail", "chunk")),
     ]
+
+
+_SEGMENT = struct.Struct("=9q")
+assert _SEGMENT.size == ctypes.sizeof(Segment)
+
+
+def set_segment(arguments: Attend, name: str, key: Tensor, value: Tensor, tokens: int) -> None:
+    """Sets a segment to the first tokens of keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv], dense in D."""
+    _SEGMENT.pack_into(
+        arguments,
+        getattr(Attend, name).offset,
+        key.data_ptr(),
+        value.data_ptr(),
+        *key.stride()[:3],
+        *value.stride()[:3],
+        tokens,
+    )
 
 
 class Pages(Structure):

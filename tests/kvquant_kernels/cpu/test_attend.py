@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import mmap
+import pickle
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +254,25 @@ def test_pages_stay_in_place_while_a_call_reads_them():
     assert read() is not None
     del arguments
     assert read() is None
+
+
+def test_what_calls_have_in_common_is_found_again_when_the_pool_has_moved():
+    snapshot = states_for(config_for(), (1, 2, 333, 64))
+    call = AttentionCall(torch.randn(1, 2, 1, 64))
+    before = KERNEL.run(snapshot, call)
+    old = snapshot.pool.records
+    snapshot.pool.write(torch.zeros(100, snapshot.layout.page_bytes, dtype=torch.uint8))  # by a copy of the cache, say
+    assert snapshot.pool.records is not old
+    old.fill_(0xFF)  # nothing may read it any more
+    assert torch.equal(KERNEL.run(snapshot, call), before)
+
+
+def test_states_are_pickled_without_what_a_kernel_derived_from_them():
+    snapshot = states_for(config_for(), (1, 2, 333, 64))
+    call = AttentionCall(torch.randn(1, 2, 1, 64))
+    before = KERNEL.run(snapshot, call)
+    restored = pickle.loads(pickle.dumps(snapshot))
+    assert torch.equal(KERNEL.run(restored, call), before)
 
 
 @pytest.mark.parametrize("options", [{"sinks": 0}, {"residual_length": 0}, {"sinks": 0, "residual_length": 0}], ids=str)
