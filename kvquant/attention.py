@@ -6,7 +6,7 @@ It is defined as: dequantize, then softmax attention in float32. Every kernel is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,8 @@ def attend(states: Snapshot, call: AttentionCall) -> Tensor:
         states = Snapshot.of(states.columns(0), states.columns(1))
     if call.is_plain and (states.is_exact or call.query.shape[-2] > LONG_CHUNK):
         return _attend_dequantized(states, call)
+    if states.hidden:
+        call = _with_hidden(call, states)
     kernel = None if states.is_exact else choose(states, call)
     if kernel is not None:
         return kernel.run(states, call).to(call.query.dtype)
@@ -76,20 +78,6 @@ def _attend_plainly(states: Snapshot, call: AttentionCall) -> Tensor:
     for group in groups:
         out[list(group.rows)] = _attend_group(states, group, call).to(out.dtype)
     return out
-
-
-def row_starts(mask: Tensor | None, batch_size: int, kv_len: int) -> list[int] | None:
-    """The first column that each row's mask [B or 1, H, Q, KV] lets any query attend to; `kv_len` where there is none.
-
-    None without a mask, or if it does not cover `kv_len` columns.
-    """
-    if mask is None or mask.dim() != 4 or mask.shape[-1] != kv_len:
-        return None
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    columns = allowed.any(dim=1).any(dim=1)  # [B or 1, KV]
-    first = torch.where(columns.any(dim=-1), columns.int().argmax(dim=-1), kv_len)
-    starts: list[int] = first.expand(batch_size).tolist()
-    return starts
 
 
 def _wants_gradient(states: Snapshot, call: AttentionCall) -> bool:
@@ -115,7 +103,7 @@ def _check(states: Snapshot, call: AttentionCall) -> None:
     if call.softcap is not None and not call.softcap > 0:
         raise ValueError(f"softcap={call.softcap} must be above 0, or None for none")
     if call.mask is not None:
-        _check_mask(call.mask, (batch, heads, call.query.shape[2]), states.kv_len)
+        _check_mask(call.mask, (batch, heads, call.query.shape[2]), states.visible_len)
 
 
 def _check_mask(mask: Tensor, rows: tuple[int, int, int], kv_len: int) -> None:
@@ -124,6 +112,16 @@ def _check_mask(mask: Tensor, rows: tuple[int, int, int], kv_len: int) -> None:
     sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape[:-1])
     if mask.dim() > 4 or any(size not in (1, full) for size, full in zip(sizes, rows, strict=True)):
         raise ValueError(f"mask of shape {tuple(mask.shape)} cannot be broadcast to {[*rows, kv_len]}")
+
+
+def _with_hidden(call: AttentionCall, states: Snapshot) -> AttentionCall:
+    """The call with a mask that also covers the hidden columns, and hides them."""
+    mask, hidden = call.mask, states.hidden
+    if mask is None:
+        mask = torch.ones(call.query.shape[2], states.visible_len, dtype=torch.bool, device=call.query.device)
+        mask = mask.tril() if call.is_causal else mask[:1]
+    mask = F.pad(mask, (hidden, 0), value=False if mask.dtype == torch.bool else -torch.inf)
+    return replace(call, mask=mask, is_causal=False)
 
 
 def _attend_dequantized(states: Snapshot, call: AttentionCall) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvquant import compat
 from kvquant.config import Bits, QuantConfig
@@ -22,14 +22,18 @@ from kvquant.transport import LazyStates, lazy_pair
 class QuantLayer(DynamicLayer):
     """One full-attention layer's keys and values, packed."""
 
+    sliding_window: int | None = None
+
     def __init__(self, quant: QuantConfig) -> None:
         self.quant = quant
         self.is_initialized = False
         self._states: LayerStates | None = None
+        self._leaves_device = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.device, self.dtype = key_states.device, key_states.dtype
-        self._states = LayerStates(self.quant, key_states, value_states)
+        quant = self.quant.for_latents() if _are_latents(key_states, value_states) else self.quant
+        self._states = LayerStates(quant, key_states, value_states, self.sliding_window)
         self.is_initialized = True
 
     @property
@@ -49,6 +53,9 @@ class QuantLayer(DynamicLayer):
         """Packs what is due. Called when the layer's attention is over; calling it again changes nothing."""
         if self._states is not None:
             self._states.settle()
+            if self._leaves_device:
+                self._states.move(torch.device("cpu"))
+        self._leaves_device = False
 
     @property
     def keys(self) -> LazyStates | None:
@@ -68,7 +75,7 @@ class QuantLayer(DynamicLayer):
         raise AttributeError("values of a QuantLayer are packed and cannot be assigned; use update()")
 
     def get_seq_length(self) -> int:
-        return 0 if self._states is None else self._states.kv_len
+        return 0 if self._states is None else self._states.num_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -100,14 +107,68 @@ class QuantLayer(DynamicLayer):
             self._states.select(torch.arange(self._states.batch_size).repeat_interleave(repeats))
 
     def offload(self) -> None:
-        raise NotImplementedError("QuantCache does not offload to CPU memory")
+        """Moves everything to CPU memory, once the attention that is to read it there is over."""
+        self._leaves_device = True
 
     def prefetch(self) -> None:
-        raise NotImplementedError("QuantCache does not offload to CPU memory")
+        """Moves everything back to the layer's device."""
+        self._leaves_device = False
+        if self._states is not None:
+            self._states.return_to(self.device)
 
     def memory(self) -> MemoryReport:
         self.settle()
         return MemoryReport() if self._states is None else layer_memory(self._states.snapshot(), self._states.tail_room)
+
+
+class QuantSlidingLayer(QuantLayer):
+    """One sliding-window layer's keys and values, packed. Pages that have left the window are forgotten."""
+
+    is_sliding = True
+
+    def __init__(self, quant: QuantConfig, sliding_window: int) -> None:
+        super().__init__(quant)
+        self.sliding_window: int = sliding_window
+        self.record_past = False
+        self._sliding_window_tensor = torch.tensor(sliding_window)  # what iterating over a DynamicCache gives
+
+    def activate_past_recording(self) -> None:
+        """Keeps what leaves the window until the next crop."""
+        self.record_past = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """As of any layer; of the tokens before the new ones, the last sliding_window - 1 are returned."""
+        if self._states is None:
+            self.lazy_initialization(key_states, value_states)
+        self.states.keep_past = self.record_past
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        seen = self.get_seq_length()
+        offset = max(0, seen - self.sliding_window + 1)
+        return seen - offset + query_length, offset
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens, and then what has left the window. Raises RuntimeError if that was not kept."""
+        seen = self.get_seq_length()
+        if seen >= self.sliding_window and not self.record_past and compat.tokens_to_crop(tokens_to_remove, seen):
+            raise RuntimeError(
+                f"crop({tokens_to_remove}) of a full sliding window of {self.sliding_window} tokens would show again "
+                "what has left it; call activate_past_recording() on the cache before the tokens come that you may crop"
+            )
+        super().crop(tokens_to_remove)
+        if self._states is not None:
+            self._states.forget_passed()
+
+
+def _are_latents(key: Tensor, value: Tensor) -> bool:
+    """Whether keys are latents and values the RoPE part of the keys (MLA, since transformers 5.15)."""
+    return key.shape[1] == value.shape[1] == 1 and value.shape[-1] < key.shape[-1]
 
 
 class QuantCache(DynamicCache):
@@ -116,11 +177,13 @@ class QuantCache(DynamicCache):
     >>> model.generate(**inputs, cache=QuantCache(bits=4))
 
     bits: 8, 4, 3, 2, "fp8", 16 (full precision through the same machinery), or a pair (key, value) of these.
-    config: the model's configuration. With it, sliding-window, linear and other layers are what transformers makes
-    them and stay unquantized; without it, every layer is taken to be full attention.
+    config: the model's configuration. With it, linear and other layers are what transformers makes them and stay
+    unquantized, and so do those with sliding windows, unless `quantize_sliding=True` and the window is longer than what
+    stays exact anyway. Without it, every layer is taken to be full attention.
     quant: a QuantConfig, instead of `bits` and the options below.
-    options: sinks, residual_length, page_size, rotation, max_length and precision (see QuantConfig), and clip (see
-    QuantConfig.preset).
+    offloading, offload_only_non_sliding: as of DynamicCache: layers wait in CPU memory for their turn.
+    options: sinks, residual_length, page_size, rotation, max_length, precision, quantize_sliding and quantize_rope (see
+    QuantConfig), and clip (see QuantConfig.preset).
 
     Raises ValueError or TypeError for arguments out of range, or if both `bits` and `quant` are given.
     """
@@ -131,31 +194,39 @@ class QuantCache(DynamicCache):
         *,
         config: PreTrainedConfig | None = None,
         quant: QuantConfig | None = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
         **options: Any,
     ) -> None:
         self.quant = _resolve(bits, quant, options)
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a model's configuration (model.config), got {config!r}")
-        super().__init__(config=config)
-        new_layer = partial(QuantLayer, self.quant)
+        super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
         if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = new_layer  # type: ignore[assignment]  # only ever called
-        # By exact type: subclasses of DynamicLayer keep states of their own kind, which are not ours to pack.
-        self.layers = [new_layer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+            self.layer_class_to_replicate = partial(QuantLayer, self.quant)  # type: ignore[assignment]  # only called
+        self.layers = [_packed(layer, self.quant) for layer in self.layers]
         self._open_layer: int | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if self._open_layer not in (None, layer_idx):
-            self._settle(self._open_layer)
-        self._open_layer = layer_idx
+        last, self._open_layer = self._open_layer, layer_idx
+        if last is not None and last != layer_idx:
+            self._settle(last)
+        if last is None or layer_idx <= last:  # a step begins
+            self._fit_batch(layer_idx, key_states.shape[0])
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
-    def _settle(self, layer_idx: int | None) -> None:
+    def _fit_batch(self, layer_idx: int, num_rows: int) -> None:
+        """Repeats every row of a cache that was filled before generate() multiplied the batch."""
+        held = _num_rows(self.layers[layer_idx]) if layer_idx < len(self.layers) else 0
+        if held and num_rows != held and num_rows % held == 0:
+            self.batch_repeat_interleave(num_rows // held)
+
+    def _settle(self, layer_idx: int) -> None:
         # An attention that is not ours to see has by now read the previous layer's chunk; it need not stay exact.
-        layer = self.layers[layer_idx] if layer_idx is not None else None
+        layer = self.layers[layer_idx]
         if isinstance(layer, QuantLayer):
             layer.settle()
 
@@ -176,6 +247,7 @@ def _resolve(bits: Bits | tuple[Bits, Bits] | None, quant: QuantConfig | None, o
         if bits is None:
             raise ValueError("bits is missing; use QuantCache(bits=4), or QuantCache(quant=QuantConfig(...))")
         known = {"sinks", "residual_length", "page_size", "rotation", "clip", "max_length", "precision"}
+        known |= {"quantize_sliding", "quantize_rope"}
         if not options.keys() <= known:
             unknown = ", ".join(sorted(options.keys() - known))
             raise TypeError(f"QuantCache got unknown options {unknown}; known are {', '.join(sorted(known))}")
@@ -186,6 +258,22 @@ def _resolve(bits: Bits | tuple[Bits, Bits] | None, quant: QuantConfig | None, o
         given = ", ".join((["bits"] if bits is not None else []) + sorted(options))
         raise ValueError(f"quant already says everything: do not pass {given} beside it, use dataclasses.replace on it")
     return quant
+
+
+def _packed(layer: Any, quant: QuantConfig) -> Any:
+    """Our layer in the place of one of transformers', or that one itself."""
+    # By exact type: subclasses keep states of their own kind, which are not ours to pack.
+    if type(layer) is DynamicLayer:
+        return QuantLayer(quant)
+    if type(layer) is DynamicSlidingWindowLayer and quant.packs_window(layer.sliding_window):
+        return QuantSlidingLayer(quant, layer.sliding_window)
+    return layer
+
+
+def _num_rows(layer: Any) -> int:
+    """The rows of a layer that holds keys; 0 for others."""
+    keys = getattr(layer, "keys", None)
+    return 0 if keys is None or keys.dim() < 4 else int(keys.shape[0])
 
 
 def _plain_memory(layer: Any) -> MemoryReport:

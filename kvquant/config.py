@@ -39,6 +39,8 @@ class QuantConfig:
     max_length: tokens per row to allocate pages for at once; None lets the pool grow.
     precision: "exact" has kernels compute in float32 throughout; by default they may round queries to 15 and attention
     weights to 16 bits, which 16-bit floats do more coarsely. It does not change what is stored.
+    quantize_sliding: whether layers with a sliding window are packed as well; they hold no more than the window anyway.
+    quantize_rope: whether the RoPE part of latent states (MLA), which are cached as values, is quantized as well.
 
     Raises TypeError or ValueError for values out of range, naming the argument.
     """
@@ -51,6 +53,8 @@ class QuantConfig:
     rotation: bool = True
     max_length: int | None = None
     precision: Literal["default", "exact"] = "default"
+    quantize_sliding: bool = False
+    quantize_rope: bool = False
 
     def __post_init__(self) -> None:
         _check_count("sinks", self.sinks, at_least=0)
@@ -62,8 +66,9 @@ class QuantConfig:
             )
         if self.max_length is not None:
             _check_count("max_length", self.max_length, at_least=1)
-        if not isinstance(self.rotation, bool):
-            raise TypeError(f"rotation must be True or False, got {self.rotation!r}")
+        for name in ("rotation", "quantize_sliding", "quantize_rope"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.precision not in ("default", "exact"):
             raise ValueError(f"precision={self.precision!r} is not supported; use 'default' or 'exact'")
         for part in ("key", "value"):
@@ -95,6 +100,14 @@ class QuantConfig:
         """The codec of keys (0) or values (1)."""
         fmt = (self.key, self.value)[part]
         return StateCodec(fmt, rotated=self.rotation and not fmt.is_exact)
+
+    def packs_window(self, size: int) -> bool:
+        """Whether layers with a sliding window of `size` tokens are packed: not if most of them were exact anyway."""
+        return self.quantize_sliding and size > self.sinks + self.residual_length + self.page_size
+
+    def for_latents(self) -> QuantConfig:
+        """What to use for latent states (MLA): their RoPE part has few channels, none of them redundant."""
+        return self if self.quantize_rope else replace(self, value=formats.IDENTITY)
 
     @property
     def is_exact(self) -> bool:

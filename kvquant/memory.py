@@ -17,7 +17,7 @@ class MemoryReport:
     exact: sinks, tail and a chunk that is not settled yet. page_tables: int32 per page and row.
     unquantized: layers that transformers keeps as they are (sliding windows, recurrent states).
     reserved: room already allocated for pages and tail but not used; not part of `total`.
-    elements: numbers held by quantized layers, left padding not counted.
+    elements: numbers held by quantized layers, without left padding and without what has left a sliding window.
     full_precision: bytes that DynamicCache would hold for the same tokens, left padding included.
     """
 
@@ -59,13 +59,13 @@ def layer_memory(states: Snapshot, tail_room: int) -> MemoryReport:
     num_rows = len(states.rows)
     exact_tokens = num_rows * (states.tail_length + states.chunk.num_tokens)
     exact_tokens += 0 if states.sinks is None else num_rows * states.sinks.num_tokens
-    stored_tokens = sum(states.kv_len - row.start for row in states.rows)
+    stored_tokens = sum(states.kv_len - max(row.start, states.hidden) for row in states.rows)
     pages = len({page for row in states.rows for page in row.pages})
     report = MemoryReport(
         exact=exact_tokens * per_token,
         reserved=num_rows * tail_room * per_token,
         elements=stored_tokens * _token_elements(states.chunk),
-        full_precision=num_rows * states.kv_len * per_token,
+        full_precision=num_rows * states.visible_len * per_token,
     )
     if states.pool is None:
         return report

@@ -73,6 +73,11 @@ class PagePool:
         slots = torch.tensor([page.index for page in pages], dtype=torch.long, device=self.records.device)
         return self.records.index_select(0, slots)
 
+    def move(self, device: torch.device) -> None:
+        """Moves all pages to a device, for everyone who refers to them."""
+        with self._lock, torch.inference_mode(False):
+            self.records = self.records.to(device)
+
     def _reserve(self, count: int) -> None:
         missing = count - len(self.free_slots)
         if missing <= 0:

@@ -31,6 +31,9 @@ class KV(NamedTuple):
         count = min(last, self.num_tokens) - first
         return KV(self.key.narrow(-2, first, count), self.value.narrow(-2, first, count))
 
+    def to(self, device: torch.device) -> KV:
+        return KV(self.key.to(device), self.value.to(device))
+
     def rows(self, rows: Sequence[int]) -> KV:
         """The given rows of the batch: a copy, unless they are all rows in order."""
         if list(rows) == list(range(self.key.shape[0])):
@@ -121,6 +124,7 @@ class Snapshot:
     sinks: [B, Hkv, S, D], valid for rows that have pages; None while no row has.
     tail: the columns up to `settled`; a row's own part begins at `tail_start` of its group. They are the first
     tail_length tokens of buffers with room for more.
+    hidden: leading columns that have left a sliding window. Attention sees those that follow.
     """
 
     config: QuantConfig
@@ -131,6 +135,7 @@ class Snapshot:
     tail_buffers: KV
     tail_length: int
     chunk: KV
+    hidden: int = 0
 
     @staticmethod
     def of(key: Tensor, value: Tensor) -> Snapshot:
@@ -140,7 +145,12 @@ class Snapshot:
 
     @property
     def kv_len(self) -> int:
+        """The columns held, hidden ones included."""
         return self.settled + self.chunk.num_tokens
+
+    @property
+    def visible_len(self) -> int:
+        return self.kv_len - self.hidden
 
     @property
     def tail(self) -> KV:
@@ -180,11 +190,12 @@ class Snapshot:
         records = self.pool.read(group.pages(first, last))
         return [self.layout.unpack(records, part) for part in (0, 1)]
 
-    def columns(self, part: int, first: int = 0, last: int | None = None) -> Tensor:
+    def columns(self, part: int, first: int | None = None, last: int | None = None) -> Tensor:
         """Keys (part 0) or values (part 1) of columns first..last-1 in the model's basis and dtype; padding is zero.
 
-        [B, Hkv, last - first, D]
+        [B, Hkv, last - first, D]; all that attention sees by default.
         """
+        first = self.hidden if first is None else first
         last = self.kv_len if last is None else last
         if first >= self.settled:
             # Contiguous, as DynamicCache's are: matrix products of other strides differ in their last bits.

@@ -10,9 +10,11 @@ from torch import Tensor
 from kvquant.config import QuantConfig
 from kvquant.kernel import choose_layout
 from kvquant.layout import PagePart, StateShape
+from kvquant.padding import padding_of
 from kvquant.pages import Page, PagePool
 from kvquant.snapshot import KV, RUN_PAGES, Row, RowGroup, Rows, Snapshot, group_rows, tail_start
 from kvquant.tail import Tail, empty_like
+from kvquant.window import Window, forget_passed
 
 
 class LayerStates:
@@ -24,14 +26,19 @@ class LayerStates:
     them, so that snapshots stay true.
     """
 
-    def __init__(self, config: QuantConfig, key: Tensor, value: Tensor) -> None:
+    def __init__(self, config: QuantConfig, key: Tensor, value: Tensor, window: int | None = None) -> None:
         """Empty states for keys [B, Hkv, *, Dk] and values [B, Hkv, *, Dv], with their dtypes and device.
+
+        `window`, if given, is the number of tokens that a query attends to, itself included: pages that have left it
+        are forgotten, unless `keep_past` is set, which keeps them until the next crop.
 
         Raises ValueError if a format's group size does not fit their head_dim.
         """
         for fmt, part in zip((config.key, config.value), (key, value), strict=True):
             fmt.resolve_group_size(config.page_size, part.shape[-1])
         self.config = config
+        self.keep_past = False
+        self._window = Window(window)
         self._last_snapshot: Snapshot | None = None
         self._set_rows((Row(0, ()),) * key.shape[0])
         self._settled = 0
@@ -42,16 +49,17 @@ class LayerStates:
         self._chunk_positions: Tensor | None = None
 
     @property
-    def kv_len(self) -> int:
+    def num_seen(self) -> int:
         """Tokens seen, left padding included."""
-        return self._settled + self._chunk.num_tokens
+        return self._window.forgotten + self._settled + self._chunk.num_tokens
 
     def snapshot(self) -> Snapshot:
         """What is held now; the same object until something changes."""
         if self._last_snapshot is None:
             buffers, length = self._tail.buffers, self._tail.length
+            hidden = self._window.hidden(self._settled)
             self._last_snapshot = Snapshot(
-                self.config, self._settled, self._rows, self._sinks, self._pool, buffers, length, self._chunk
+                self.config, self._settled, self._rows, self._sinks, self._pool, buffers, length, self._chunk, hidden
             )
         return self._last_snapshot
 
@@ -62,6 +70,7 @@ class LayerStates:
         left of a row is not stored. Raises ValueError if the chunk's batch, heads or dtype differ from what is held.
         """
         self._check_like_chunk(key, value)
+        self.return_to(key.device)
         self.settle()
         self._last_snapshot = None
         self._chunk, self._chunk_positions = KV(key, value), positions
@@ -81,9 +90,11 @@ class LayerStates:
             self._open_rows(starts)
         with torch.no_grad():
             self._tail = self._tail.extended(self._chunk)
-            self._settled = self.kv_len
+            self._settled += self._chunk.num_tokens
             self._chunk, self._chunk_positions = self._no_chunk, None
             if self._settled >= self._due_at:
+                if not self.keep_past:
+                    self._forget_passed()
                 for group in group_rows(self._rows):
                     self._seal_due(group)
             if self._rows is not before or self._tail.room == 0:
@@ -101,6 +112,8 @@ class LayerStates:
         """
         self.settle()
         length = max(0, self._settled - num_tokens)
+        if not self._window.reaches_back_to(length):
+            raise RuntimeError(f"cannot crop {num_tokens} tokens: those that the window would show again are forgotten")
         before, self._last_snapshot = self.snapshot(), None
         self._set_rows(_cropped(row, length, self.config) for row in self._rows)
         self._settled = length
@@ -111,6 +124,15 @@ class LayerStates:
             self._tail = Tail.copy_of(
                 KV(before.columns(0, first, length), before.columns(1, first, length)), self.config
             )
+        self.forget_passed()
+
+    def forget_passed(self) -> None:
+        """Lets go of the pages that have left the window, also of those that were kept until now."""
+        self.settle()
+        self._last_snapshot = None
+        with torch.no_grad():
+            self._forget_passed()
+            self._trim_tail()
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
         """Makes row i what row rows[i] was; rows may repeat and be left out. No page is copied."""
@@ -139,6 +161,22 @@ class LayerStates:
         copy._tail = Tail.copy_of(self._tail.states, self.config)
         return copy
 
+    def move(self, device: torch.device) -> None:
+        """Moves everything to a device; pages that other states share with these go along."""
+        self.settle()
+        self._last_snapshot = None
+        self._sinks = None if self._sinks is None else self._sinks.to(device)
+        self._no_chunk = self._chunk = self._chunk.to(device)
+        self._tail = Tail(self._tail.buffers.to(device), self._tail.length)
+        if self._pool is not None:
+            self._pool.move(device)
+
+    def return_to(self, device: torch.device) -> None:
+        """Moves back what was offloaded, here or by others that share the pages."""
+        held = self._tail.buffers.key if self._pool is None else self._pool.records
+        if device != held.device or device != self._no_chunk.key.device:
+            self.move(device)
+
     def _check_like_chunk(self, key: Tensor, value: Tensor) -> None:
         for name, new, held in (("key", key, self._no_chunk.key), ("value", value, self._no_chunk.value)):
             batch, heads, _, dim = held.shape
@@ -162,7 +200,7 @@ class LayerStates:
 
     def _open_rows(self, starts: Sequence[int]) -> None:
         """Sets where rows without a token start, within the chunk."""
-        first, last = self._settled, self.kv_len
+        first, last = self._settled, self._settled + self._chunk.num_tokens
         self._set_rows(
             Row(min(max(start, first), last), ()) if row.start == first else row
             for row, start in zip(self._rows, starts, strict=True)
@@ -186,6 +224,11 @@ class LayerStates:
             Row(first, ()) if row.start == first - 1 and ids[0] == 0 else row
             for row, ids in zip(self._rows, positions, strict=True)
         )
+
+    def _forget_passed(self) -> None:
+        if self._window.hidden(self._settled):
+            self._window, rows, self._settled = forget_passed(self._window, self._rows, self._settled, self.config)
+            self._set_rows(rows)
 
     def _seal_due(self, group: RowGroup) -> None:
         """Seals the pages of a group that have `residual_length` younger tokens."""
@@ -239,19 +282,6 @@ class LayerStates:
         """The first column that some row keeps in its tail."""
         firsts = (tail_start(self.config, group) for group in group_rows(self._rows))
         return min(firsts, default=self._settled)
-
-
-def padding_of(positions: list[int]) -> int:
-    """How many tokens of left padding a row's position ids show.
-
-    generate() numbers a padded row c, .., c, 0, 1, 2, .. with c = 0 or, by another custom, 1. Of a row of nothing but
-    zeros the last may be a token. Any other sequence counts as all real.
-    """
-    if len(positions) > 1 and set(positions) == {1}:
-        return len(positions)
-    start = max((i for i, position in enumerate(positions) if position == 0), default=0)
-    is_padded = positions[start:] == list(range(len(positions) - start)) and set(positions[:start]) in ({0}, {1})
-    return start if is_padded else 0
 
 
 def _cropped(row: Row, length: int, config: QuantConfig) -> Row:

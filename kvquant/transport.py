@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from kvquant.attention import AttentionCall, attend, row_starts
+from kvquant.attention import AttentionCall, attend
+from kvquant.padding import row_starts
 from kvquant.snapshot import Snapshot
 from kvquant.states import LayerStates
 
@@ -40,7 +41,7 @@ class LazyStates(Tensor):
         like = snapshot.chunk[part]
         batch, heads, _, dim = like.shape
         head_shape = (heads, n_rep) if is_grouped else (heads * n_rep,)
-        shape = (batch, *head_shape, snapshot.kv_len, dim)
+        shape = (batch, *head_shape, snapshot.visible_len, dim)
         lazy: LazyStates = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         lazy._states, lazy._snapshot, lazy._part = states, snapshot, part
         lazy._n_rep, lazy._is_grouped, lazy._shape = n_rep, is_grouped, torch.Size(shape)
@@ -114,8 +115,9 @@ def learn_starts(states: LayerStates, snapshot: Snapshot, mask: Tensor | None) -
 
     Without a mask there is none.
     """
-    starts = row_starts(mask, states.batch_size, snapshot.kv_len) if states.is_open else None
-    states.settle(snapshot.chunk, [0] * states.batch_size if starts is None else starts)
+    seen = row_starts(mask, states.batch_size, snapshot.visible_len) if states.is_open else None
+    starts = [0] * states.batch_size if seen is None else [snapshot.hidden + column for column in seen]
+    states.settle(snapshot.chunk, starts)
 
 
 def _scaled_dot_product_attention(

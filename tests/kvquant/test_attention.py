@@ -7,7 +7,7 @@ import torch
 from conformance import definition as expected
 
 from kvquant import FORMATS, AttentionCall, QuantConfig, attend
-from kvquant.attention import LONG_CHUNK, row_starts
+from kvquant.attention import LONG_CHUNK
 from kvquant.formats import INT4_PER_CHANNEL, INT4_PER_TOKEN
 from kvquant.snapshot import Snapshot
 from kvquant.states import LayerStates
@@ -214,19 +214,6 @@ def test_a_bad_key_that_is_masked_out_does_no_harm(kind):
     mask = (torch.arange(61) != 30)[None, None, None]
     mask = mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
     assert attend(snapshot, AttentionCall(torch.randn(1, 2, 1, 16), mask)).isfinite().all()
-
-
-def test_row_starts_from_bool_and_float_masks():
-    mask = torch.ones(4, 1, 3, 5, dtype=torch.bool).tril(2)
-    mask[1, :, :, :2] = False
-    mask[2] = False
-    mask[3, :, 0] = False
-    assert row_starts(mask, 4, 5) == [0, 2, 5, 0]
-    for hidden in (torch.finfo(torch.float32).min, -math.inf):
-        assert row_starts(torch.zeros(mask.shape).masked_fill(~mask, hidden), 4, 5) == [0, 2, 5, 0]
-    assert row_starts(mask[1:2], 3, 5) == [2, 2, 2]
-    assert row_starts(None, 4, 5) is None
-    assert row_starts(mask, 4, 6) is None
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])

@@ -156,10 +156,6 @@ class TestLayerContract:
         assert cache.get_seq_length() == 0
         assert fill(cache, 3, rows=2).layers[0].keys.shape == (2, 2, 3, 16)
 
-    def test_offloading_is_refused_with_a_reason(self):
-        with pytest.raises(NotImplementedError, match="does not offload"):
-            fill(QuantCache(bits=4), 3).layers[0].offload()
-
     def test_a_layer_is_packed_when_the_next_one_begins_even_if_its_attention_is_not_seen(self):
         cache = QuantCache(bits=4, **SMALL_PAGES)
         chunk = torch.randn(1, 2, 100, 16)

@@ -20,7 +20,7 @@ from kvquant import FORMATS, QuantCache, QuantConfig
 from kvquant.formats import IDENTITY, INT4_PER_TOKEN
 from kvquant.layout import PagePart, PlainLayout, StateShape
 from kvquant.pages import PagePool
-from kvquant.states import LayerStates, padding_of
+from kvquant.states import LayerStates
 
 HEADS, HEAD_DIM, VALUE_DIM = 2, 8, 12
 MAX_TOKENS, MAX_ROWS = 150, 6
@@ -348,28 +348,6 @@ def test_no_rows_can_be_selected():
     assert states.snapshot().columns(0).shape == (0, HEADS, 40, HEAD_DIM)
 
 
-@pytest.mark.parametrize(
-    ("positions", "padding"),
-    [
-        ([0, 1, 2, 3], 0),
-        ([0, 0, 0, 1, 2], 2),
-        ([1, 1, 0, 1, 2], 2),
-        ([0, 0, 0, 0], 3),
-        ([1, 1, 1], 3),
-        ([5, 6, 7], 0),
-        ([1], 0),
-        ([0], 0),
-        ([0, 1, 2, 0, 1], 0),
-        ([2, 2, 0, 1], 0),
-        ([0, 0, 0, 2, 3], 0),
-        ([1, 0, 0, 1], 0),
-    ],
-    ids=str,
-)
-def test_padding_that_position_ids_show(positions, padding):
-    assert padding_of(positions) == padding
-
-
 def started_at(*positions):
     """Where the rows start that get chunks with these position ids, one list of rows per chunk."""
     rows = len(positions[0])
@@ -443,7 +421,7 @@ def test_pickled_states_come_back_with_pages_of_their_own():
     assert torch.equal(back.snapshot().columns(0), states.snapshot().columns(0))
     back.append(key, key)
     back.settle()
-    assert back.kv_len == 200
+    assert back.num_seen == 200
 
 
 def test_what_waits_in_memory_after_prefill_is_not_the_prompt():
@@ -461,7 +439,7 @@ def test_a_batch_of_no_rows_goes_on():
     for _ in range(2):
         states.append(torch.zeros(0, 2, 400, 64), torch.zeros(0, 2, 400, 64))
         states.settle()
-    assert states.kv_len == 800
+    assert states.num_seen == 800
     assert states.snapshot().columns(0).shape == (0, 2, 800, 64)
 
 

@@ -154,7 +154,7 @@ def test_attention_moves_the_chunk_to_its_place(pair, states):
     assert states.snapshot().chunk.num_tokens == 1
     F.scaled_dot_product_attention(torch.randn(2, 3, 1, 16), *pair)
     assert states.snapshot().chunk.num_tokens == 0
-    assert states.kv_len == 61
+    assert states.num_seen == 61
 
 
 def test_a_second_attention_on_the_same_pair_reads_the_same(pair):
