@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ class LayerStates:
 
     New tokens first wait as the chunk, exactly as given, so that the attention of their own step reads them exactly;
     `settle` then moves them into the tail and seals the pages that are due. A page is due when the tail holds
-    `residual_length` tokens beyond it. All changes but the growth of the tail replace values instead of writing to
-    them, so that snapshots stay true.
+    `residual_length` tokens beyond it. All changes replace values instead of writing to them, so that snapshots stay
+    true and copies share them.
     """
 
     def __init__(self, config: QuantConfig, key: Tensor, value: Tensor, window: int | None = None) -> None:
@@ -89,7 +90,7 @@ class LayerStates:
         if starts is not None and self.is_open:
             self._open_rows(starts)
         with torch.no_grad():
-            self._tail = self._tail.extended(self._chunk)
+            self._tail = self._tail.extended(self._chunk, self.config)
             self._settled += self._chunk.num_tokens
             self._chunk, self._chunk_positions = self._no_chunk, None
             if self._settled >= self._due_at:
@@ -155,11 +156,8 @@ class LayerStates:
         return self._tail.room
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerStates:
-        """States that share all pages with these. Only the tail, which grows in place, is copied."""
-        copy = object.__new__(LayerStates)
-        copy.__dict__.update(self.__dict__)
-        copy._tail = Tail.copy_of(self._tail.states, self.config)
-        return copy
+        """States that share everything with these until one of them grows."""
+        return copy(self)
 
     def move(self, device: torch.device) -> None:
         """Moves everything to a device; pages that other states share with these go along."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -9,12 +11,30 @@ from kvquant.config import QuantConfig
 from kvquant.snapshot import KV
 
 
-class Tail:
-    """Exact states that grow at the end, in buffers with room to spare."""
+class _Written:
+    """How many tokens of some buffers are written. Tails may share them: only one that ends there goes on in place."""
 
-    def __init__(self, buffers: KV, length: int) -> None:
+    __slots__ = ("_lock", "_tokens")
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._lock = threading.Lock()
+
+    def claim(self, first: int, last: int) -> bool:
+        """Whether tokens first..last-1 are free; they are the caller's then."""
+        with self._lock:
+            is_free = self._tokens == first
+            self._tokens = last if is_free else self._tokens
+        return is_free
+
+
+class Tail:
+    """Exact states that grow at the end, in buffers with room to spare. A value: what grows is another tail."""
+
+    def __init__(self, buffers: KV, length: int, written: _Written | None = None) -> None:
         self.buffers = buffers
         self.length = length
+        self._written = _Written(length) if written is None else written
 
     @property
     def states(self) -> KV:
@@ -39,19 +59,16 @@ class Tail:
     def room(self) -> int:
         return self.buffers.num_tokens - self.length
 
-    def extended(self, states: KV) -> Tail:
-        """The tail with `states` at its end; written in place where there is room."""
-        length = self.length
-        if length + states.num_tokens > self.buffers.num_tokens:
-            if length == 0:
-                return Tail(states, states.num_tokens)
-            return Tail(
-                KV(*(torch.cat(pair, dim=-2) for pair in zip(self.states, states, strict=True))),
-                length + states.num_tokens,
-            )
+    def extended(self, states: KV, config: QuantConfig) -> Tail:
+        """The tail with `states` at its end; in the same buffers where there is room that no other tail has taken."""
+        first, last = self.length, self.length + states.num_tokens
+        if last > self.buffers.num_tokens:
+            return Tail(states if first == 0 else _joined(self.states, states), last)
+        if not self._written.claim(first, last):
+            return Tail.copy_of(self.states, config).extended(states, config)
         for buffer, part in zip(self.buffers, states, strict=True):
-            buffer.narrow(-2, length, part.shape[-2]).copy_(part)
-        return Tail(self.buffers, length + states.num_tokens)
+            buffer.narrow(-2, first, part.shape[-2]).copy_(part)
+        return Tail(self.buffers, last, self._written)
 
     def last(self, length: int, config: QuantConfig) -> Tail:
         """The last `length` tokens, in buffers of their own if that frees memory or the room is used up."""
@@ -59,6 +76,10 @@ class Tail:
         if length == held and self.buffers.num_tokens > held:
             return self
         return Tail.copy_of(self.states.tokens(held - length, held), config)
+
+
+def _joined(first: KV, second: KV) -> KV:
+    return KV(*(torch.cat(pair, dim=-2) for pair in zip(first, second, strict=True)))
 
 
 def writable(x: Tensor) -> Tensor:
