@@ -37,3 +37,11 @@ def smollm2():
     from kvquant_evals.model import find_source
 
     return find_source().load()
+
+
+@pytest.fixture(scope="session")
+def text_ids(smollm2):
+    """CPython's language reference in SmolLM2's tokens: int64 [1, 100 thousand and some]."""
+    from kvquant_evals.model import default_text
+
+    return smollm2.encode(default_text())

@@ -35,11 +35,6 @@ def run_task(subject, task, settings, new_cache, baseline=None):
     )
 
 
-@pytest.fixture(scope="module")
-def text_ids(smollm2):
-    return smollm2.encode(default_text())
-
-
 SEGMENT = Settings(tokens=2048, offset=20_000)
 
 
