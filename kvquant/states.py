@@ -269,7 +269,8 @@ class LayerStates:
                 for fmt, part in zip((self.config.key, self.config.value), self._chunk, strict=True)
             )
             layout = choose_layout(key, value, self._chunk.key.device)
-            capacity = self.batch_size * ((self.config.max_length or 0) // self.config.page_size)
+            tokens = self._window.most_held(self.config.max_length or 0, self.config)
+            capacity = self.batch_size * (tokens // self.config.page_size)
             self._pool = PagePool(layout, self._chunk.key.device, capacity)
         return self._pool
 

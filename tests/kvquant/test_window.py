@@ -115,6 +115,17 @@ def test_of_a_long_prompt_only_what_the_window_shows_is_packed():
     assert states.num_seen == 5000
 
 
+def test_a_maximum_length_allocates_no_more_than_the_window_needs():
+    states = states_of(QuantConfig.preset(4, max_length=10_000, **SMALL_PAGES), 40)
+    states.append(*torch.randn(2, 2, 1, 30, 16))
+    states.settle()
+    records = states.snapshot().pool.records
+    assert records.shape[0] == 2 * (40 + 8) // 8
+    for _ in range(300):
+        states.append(*torch.randn(2, 2, 1, 1, 16))
+    assert states.snapshot().pool.records is records
+
+
 def test_a_crop_beyond_what_was_kept_is_refused():
     states = states_of(QuantConfig.preset(4, **SMALL_PAGES), 20)
     for _ in range(100):
