@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
 from collections.abc import Sequence
 
@@ -93,4 +95,21 @@ class PagePool:
 def _empty_records(capacity: int, page_bytes: int, device: torch.device) -> Tensor:
     # Outside inference mode, since tensors made inside it could not be written to by a later call outside.
     with torch.inference_mode(False):
+        if device.type == "cpu" and capacity * page_bytes >= _LEAST_HUGE and _HUGE_PAGES is not None:
+            return _on_huge_pages(capacity * page_bytes, _HUGE_PAGES).view(capacity, page_bytes)
         return torch.empty(capacity, page_bytes, dtype=torch.uint8, device=device)
+
+
+# Decoding reads a whole pool for each token: with pages of 4 KiB, 5 % of the time went into looking up their addresses.
+# Smaller pools are left alone, since the last huge page of each is resident as a whole.
+_HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+_LEAST_HUGE = 8 << 20
+
+
+def _on_huge_pages(size: int, advice: int) -> Tensor:
+    """uint8 [size], of huge pages if the system grants them."""
+    memory = mmap.mmap(-1, size)
+    # EINVAL where the kernel was built without them, which is no reason to fail.
+    with contextlib.suppress(OSError):
+        memory.madvise(advice)
+    return torch.frombuffer(memory, dtype=torch.uint8)
