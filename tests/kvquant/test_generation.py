@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drafts import drafted, greedy
 from families import tiny_model
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -73,3 +74,17 @@ def test_logits_of_the_last_tokens_only(model, ids, kept):
         last = model(ids, cache=QuantCache(bits=4, **SMALL_PAGES), use_cache=True, logits_to_keep=kept).logits
     assert last.shape[1] == kept
     torch.testing.assert_close(last, every[:, -kept:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_drafts_that_were_sealed_before_they_were_rejected_leave_no_trace(family):
+    # In the identity format; others take the scales of such a page from the rejected tokens as well.
+    model = tiny_model(family, "sdpa")
+    options = {"sinks": 2, "residual_length": 0, "page_size": 8, "config": model.config, "quantize_sliding": True}
+    ids = torch.randint(2, 97, (1, 30))
+    expected = greedy(model, ids, QuantCache(bits=16, **options), 300)
+    cache = QuantCache(bits=16, **options)
+    cache.activate_past_recording()
+    tokens = drafted(model, ids, cache, expected, rounds=100)
+    assert tokens == expected[: len(tokens)]
+    assert cache.get_seq_length() == 30 + len(tokens) - 1
