@@ -14,7 +14,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvquant import compat
 from kvquant.config import Bits, QuantConfig
+from kvquant.hybrid import HybridCache
 from kvquant.memory import MemoryReport, layer_memory, total
+from kvquant.migration import FormerNames, refuse_foreign
 from kvquant.states import LayerStates
 from kvquant.transport import LazyStates, lazy_pair
 
@@ -171,7 +173,7 @@ def _are_latents(key: Tensor, value: Tensor) -> bool:
     return key.shape[1] == value.shape[1] == 1 and value.shape[-1] < key.shape[-1]
 
 
-class QuantCache(DynamicCache):
+class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last serves only what the first lacks
     """A KV cache that stores full-attention layers packed and is used like DynamicCache.
 
     >>> model.generate(**inputs, cache=QuantCache(bits=4))
@@ -198,13 +200,14 @@ class QuantCache(DynamicCache):
         offload_only_non_sliding: bool = False,
         **options: Any,
     ) -> None:
-        self.quant = _resolve(bits, quant, options)
+        quant = _resolve(bits, quant, options)
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a model's configuration (model.config), got {config!r}")
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
+        self.quant = quant
         if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = partial(QuantLayer, self.quant)  # type: ignore[assignment]  # only called
-        self.layers = [_packed(layer, self.quant) for layer in self.layers]
+            self.layer_class_to_replicate = partial(QuantLayer, quant)  # type: ignore[assignment]  # only ever called
+        self.layers = [_packed(layer, quant) for layer in self.layers]
         self._open_layer: int | None = None
 
     def update(
@@ -243,14 +246,15 @@ def cache_memory(cache: Cache | EncoderDecoderCache) -> MemoryReport:
 
 
 def _resolve(bits: Bits | tuple[Bits, Bits] | None, quant: QuantConfig | None, options: dict[str, Any]) -> QuantConfig:
+    refuse_foreign(options)
     if quant is None:
         if bits is None:
-            raise ValueError("bits is missing; use QuantCache(bits=4), or QuantCache(quant=QuantConfig(...))")
+            raise ValueError("bits is missing; pass bits=4, for example, or quant=QuantConfig(...)")
         known = {"sinks", "residual_length", "page_size", "rotation", "clip", "max_length", "precision"}
         known |= {"quantize_sliding", "quantize_rope"}
         if not options.keys() <= known:
             unknown = ", ".join(sorted(options.keys() - known))
-            raise TypeError(f"QuantCache got unknown options {unknown}; known are {', '.join(sorted(known))}")
+            raise TypeError(f"unknown options {unknown}; known are {', '.join(sorted(known))}")
         return QuantConfig.preset(bits, **options)
     if not isinstance(quant, QuantConfig):
         raise TypeError(f"quant must be a QuantConfig, got {quant!r}")

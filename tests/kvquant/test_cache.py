@@ -68,9 +68,9 @@ class TestConstruction:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
-            ({}, ValueError, r"bits is missing; use QuantCache\(bits=4\)"),
+            ({}, ValueError, "bits is missing; pass bits=4"),
             ({"bits": 5}, ValueError, "bits=5 is not supported"),
-            ({"bits": 4, "nbits": 4}, TypeError, "unknown options nbits; known are clip, max_length, page_size"),
+            ({"bits": 4, "group": 4}, TypeError, "unknown options group; known are clip, max_length, page_size"),
             (
                 {"bits": 4, "precision": "half"},
                 ValueError,
