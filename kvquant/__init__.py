@@ -8,11 +8,13 @@ from kvquant.formats import FORMATS, QuantFormat
 from kvquant.interface import register
 from kvquant.layout import pack, unpack
 from kvquant.memory import MemoryReport
+from kvquant.summary import CacheSummary
 from kvquant.version import __version__
 
 __all__ = [
     "FORMATS",
     "AttentionCall",
+    "CacheSummary",
     "MemoryReport",
     "QuantCache",
     "QuantConfig",

@@ -18,6 +18,7 @@ from kvquant.hybrid import HybridCache
 from kvquant.memory import MemoryReport, layer_memory, total
 from kvquant.migration import FormerNames, refuse_foreign
 from kvquant.states import LayerStates
+from kvquant.summary import CacheSummary, LayerKind
 from kvquant.transport import LazyStates, lazy_pair
 
 
@@ -237,6 +238,11 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
         """The bytes this cache holds, by part; see MemoryReport."""
         return cache_memory(self)
 
+    def summary(self) -> CacheSummary:
+        """How many layers of which kind this cache has, and how each is stored; see CacheSummary."""
+        added = None if self.layer_class_to_replicate is None else _layer_kind(QuantLayer(self.quant))
+        return CacheSummary.of(map(_layer_kind, self.layers), added)
+
 
 def cache_memory(cache: Cache | EncoderDecoderCache) -> MemoryReport:
     """The bytes that any of transformers' caches holds; layers other than ours count as unquantized."""
@@ -278,6 +284,12 @@ def _num_rows(layer: Any) -> int:
     """The rows of a layer that holds keys; 0 for others."""
     keys = getattr(layer, "keys", None)
     return 0 if keys is None or keys.dim() < 4 else int(keys.shape[0])
+
+
+def _layer_kind(layer: Any) -> LayerKind:
+    if not isinstance(layer, QuantLayer):
+        return LayerKind(compat.layer_kind(layer), None)
+    return LayerKind("sliding-window" if layer.is_sliding else "full attention", layer.quant)
 
 
 def _plain_memory(layer: Any) -> MemoryReport:

@@ -29,6 +29,24 @@ def position_ids(update_kwargs: dict[str, Any]) -> Any:
     return (update_kwargs.get("kwargs") or {}).get("position_ids")
 
 
+# What layers are, by the name of their class, since older versions lack some of them.
+_LAYER_KINDS = {
+    "DynamicLayer": "full attention",
+    "DynamicSlidingWindowLayer": "sliding-window",
+    "DynamicIndexedLayer": "indexed attention",
+    "LinearAttentionLayer": "linear attention",
+    "LinearAttentionAndFullAttentionLayer": "linear and full attention",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "linear and sliding-window attention",
+    "DummyLayer": "dummy (no states of its own)",
+}
+
+
+def layer_kind(layer: object) -> str:
+    """What a layer is that transformers makes, in words; for classes of a model's own, their name."""
+    name = type(layer).__name__
+    return _LAYER_KINDS.get(name, name)
+
+
 def register_attention(name: str, function: Any) -> None:
     """Makes `attn_implementation=name` call `function`, with the masks that sdpa gets.
 
