@@ -8,6 +8,7 @@ from kvquant.formats import FORMATS, QuantFormat
 from kvquant.interface import register
 from kvquant.layout import pack, unpack
 from kvquant.memory import MemoryReport
+from kvquant.substitution import default
 from kvquant.summary import CacheSummary
 from kvquant.version import __version__
 
@@ -24,6 +25,7 @@ __all__ = [
     "__version__",
     "attend",
     "cache_memory",
+    "default",
     "dequantize",
     "pack",
     "quantize",

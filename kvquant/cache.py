@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -205,6 +205,10 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a model's configuration (model.config), got {config!r}")
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
+        self._pack(quant)
+
+    def _pack(self, quant: QuantConfig) -> None:
+        """Makes the layers ours that DynamicCache's constructor has made."""
         self.quant = quant
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = partial(QuantLayer, quant)  # type: ignore[assignment]  # only ever called
@@ -234,6 +238,11 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
         if isinstance(layer, QuantLayer):
             layer.settle()
 
+    @property
+    def is_compileable(self) -> bool:
+        # Of linear layers alone it would be, and generate() would compile the model; it asks DynamicCache by its type.
+        return False
+
     def memory(self) -> MemoryReport:
         """The bytes this cache holds, by part; see MemoryReport."""
         return cache_memory(self)
@@ -242,6 +251,12 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
         """How many layers of which kind this cache has, and how each is stored; see CacheSummary."""
         added = None if self.layer_class_to_replicate is None else _layer_kind(QuantLayer(self.quant))
         return CacheSummary.of(map(_layer_kind, self.layers), added)
+
+
+def take_over(cache: DynamicCache, template: QuantCache) -> None:
+    """Makes `cache`, whatever it was constructed with, a QuantCache with the options of `template`."""
+    cache.__class__ = QuantCache
+    cast(QuantCache, cache)._pack(template.quant)
 
 
 def cache_memory(cache: Cache | EncoderDecoderCache) -> MemoryReport:
@@ -272,12 +287,22 @@ def _resolve(bits: Bits | tuple[Bits, Bits] | None, quant: QuantConfig | None, o
 
 def _packed(layer: Any, quant: QuantConfig) -> Any:
     """Our layer in the place of one of transformers', or that one itself."""
+    ours = _counterpart(layer, quant)
+    if ours is None:
+        return layer
+    if layer.keys is not None:  # DynamicCache's constructor can be given states
+        ours.update(layer.keys, layer.values)
+        ours.settle()
+    return ours
+
+
+def _counterpart(layer: Any, quant: QuantConfig) -> QuantLayer | None:
     # By exact type: subclasses keep states of their own kind, which are not ours to pack.
     if type(layer) is DynamicLayer:
         return QuantLayer(quant)
     if type(layer) is DynamicSlidingWindowLayer and quant.packs_window(layer.sliding_window):
         return QuantSlidingLayer(quant, layer.sliding_window)
-    return layer
+    return None
 
 
 def _num_rows(layer: Any) -> int:

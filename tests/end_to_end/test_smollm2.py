@@ -143,9 +143,13 @@ class TestGenerate:
             assert difference <= (1e-2 if dtype == torch.float32 else 1e-4)
 
 
+def readme_examples():
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
 def test_readme_example_gives_the_text_of_full_precision(smollm2, monkeypatch, capsys):
     """The example as it stands, with the model of the installed package in place of the hub's."""
-    code = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
+    code, default_code, *_ = readme_examples()
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: smollm2.model)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: smollm2.source.tokenizer)
     texts = []
@@ -158,10 +162,13 @@ def test_readme_example_gives_the_text_of_full_precision(smollm2, monkeypatch, c
     assert "QuantCache(bits=8)" in code
     assert texts[0] == texts[1]
     assert len(smollm2.encode(texts[0].strip())[0]) >= 60
+    exec(default_code, names)  # goes on from the first example
+    options = {"max_new_tokens": 64, "do_sample": False}
+    assert torch.equal(names["out"], smollm2.model.generate(**names["prompt"], cache=QuantCache(bits=4), **options))
 
 
 def test_other_readme_examples_run(capsys):
-    for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[1:]:
+    for code in readme_examples()[2:]:
         exec(code, {})
     assert capsys.readouterr().out.split() == ["tensor(True)"]
 
