@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from kvquant import compat
 from kvquant.config import Bits, QuantConfig
 from kvquant.hybrid import HybridCache
+from kvquant.layer_policy import LayerPolicy
 from kvquant.memory import MemoryReport, layer_memory, total
 from kvquant.migration import FormerNames, refuse_foreign
 from kvquant.states import LayerStates
@@ -184,6 +185,8 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
     unquantized, and so do those with sliding windows, unless `quantize_sliding=True` and the window is longer than what
     stays exact anyway. Without it, every layer is taken to be full attention.
     quant: a QuantConfig, instead of `bits` and the options below.
+    skip_layers: indices of layers that stay in full precision; with `config`, -1 is the last one.
+    layer_bits: other bits for single layers, by index, as in {-1: 8}.
     offloading, offload_only_non_sliding: as of DynamicCache: layers wait in CPU memory for their turn.
     options: sinks, residual_length, page_size, rotation, max_length, precision, quantize_sliding and quantize_rope (see
     QuantConfig), and clip (see QuantConfig.preset).
@@ -197,6 +200,8 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
         *,
         config: PreTrainedConfig | None = None,
         quant: QuantConfig | None = None,
+        skip_layers: Iterable[int] = (),
+        layer_bits: Mapping[int, Bits | tuple[Bits, Bits]] | None = None,
         offloading: bool = False,
         offload_only_non_sliding: bool = False,
         **options: Any,
@@ -205,14 +210,21 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a model's configuration (model.config), got {config!r}")
         super().__init__(config=config, offloading=offloading, offload_only_non_sliding=offload_only_non_sliding)
-        self._pack(quant)
+        quantizable = None if config is None else [_counterpart(layer, quant) is not None for layer in self.layers]
+        self._pack(
+            LayerPolicy.resolve(
+                quant,
+                skip_layers,
+                {} if layer_bits is None else layer_bits,
+                clip=options.get("clip"),
+                quantizable=quantizable,
+            )
+        )
 
-    def _pack(self, quant: QuantConfig) -> None:
+    def _pack(self, policy: LayerPolicy) -> None:
         """Makes the layers ours that DynamicCache's constructor has made."""
-        self.quant = quant
-        if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = partial(QuantLayer, quant)  # type: ignore[assignment]  # only ever called
-        self.layers = [_packed(layer, quant) for layer in self.layers]
+        self.quant, self.layer_policy = policy.quant, policy
+        self.layers = [_packed(layer, policy.of(i)) for i, layer in enumerate(self.layers)]
         self._open_layer: int | None = None
 
     def update(
@@ -223,6 +235,9 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
             self._settle(last)
         if last is None or layer_idx <= last:  # a step begins
             self._fit_batch(layer_idx, key_states.shape[0])
+        if self.layer_class_to_replicate is not None:  # made here, since transformers does not say which one it makes
+            new = range(len(self.layers), layer_idx + 1)
+            self.layers += [_packed(DynamicLayer(), self.layer_policy.of(i)) for i in new]
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
@@ -256,7 +271,7 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
 def take_over(cache: DynamicCache, template: QuantCache) -> None:
     """Makes `cache`, whatever it was constructed with, a QuantCache with the options of `template`."""
     cache.__class__ = QuantCache
-    cast(QuantCache, cache)._pack(template.quant)
+    cast(QuantCache, cache)._pack(template.layer_policy)
 
 
 def cache_memory(cache: Cache | EncoderDecoderCache) -> MemoryReport:
@@ -285,9 +300,9 @@ def _resolve(bits: Bits | tuple[Bits, Bits] | None, quant: QuantConfig | None, o
     return quant
 
 
-def _packed(layer: Any, quant: QuantConfig) -> Any:
+def _packed(layer: Any, quant: QuantConfig | None) -> Any:
     """Our layer in the place of one of transformers', or that one itself."""
-    ours = _counterpart(layer, quant)
+    ours = None if quant is None else _counterpart(layer, quant)
     if ours is None:
         return layer
     if layer.keys is not None:  # DynamicCache's constructor can be given states
