@@ -26,9 +26,9 @@ def default(
     >>> with kvquant.default(bits=4):
     ...     model.generate(**inputs)
 
-    Takes the arguments of QuantCache but for `config`, which each cache gets from its model. It yields the QuantConfig,
-    decorates functions too, and may be entered again and inside another one; the innermost counts. Caches live on after
-    it, and caches made before it stay what they were.
+    Takes the arguments of QuantCache but for `config`, which each cache gets from its model; layers are counted from
+    the first one. It yields the QuantConfig, decorates functions too, and may be entered again and inside another one;
+    the innermost counts. Caches live on after it, and caches made before it stay what they were.
 
     It cannot tell who calls DynamicCache(...): your own calls are affected like those of transformers. Not affected are
     other threads, also those started inside (enter it in the thread that generates), and caches of another kind:

@@ -368,3 +368,12 @@ class TestThreads:
             return await asyncio.gather(make(4), make(8))
 
         assert asyncio.run(both()) == [True, True]
+
+
+def test_layers_that_are_named_and_sliding_windows_are_stored_as_asked():
+    model = tiny_model("gemma3_text", "sdpa")
+    with kvquant.default(bits=4, quantize_sliding=True, skip_layers=(1,), **PAGES):
+        cache = model(torch.randint(2, 97, (1, 60)), use_cache=True).cache
+    assert type(cache) is QuantCache
+    assert [type(layer).__name__ for layer in cache.layers] == ["QuantSlidingLayer", "DynamicLayer"]
+    assert cache.memory().codes > 0

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from kvquant import AttentionCall, QuantCache, QuantConfig
 from kvquant.attention import attend
-from kvquant.cache import QuantLayer, QuantSlidingLayer
+from kvquant.layer import QuantLayer, QuantSlidingLayer
 from kvquant.states import LayerStates
 from kvquant.testing import relative_errors
 
