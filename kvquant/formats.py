@@ -126,6 +126,8 @@ class QuantFormat:
     clip: Clip | None = None
 
     def __post_init__(self) -> None:
+        if self.group_size is not None and type(self.group_size) is not int:
+            raise TypeError(f"group_size={self.group_size!r} of format {self.name} must be an int, or None")
         if self.group_size is not None and self.group_size < 1:
             raise ValueError(f"group_size={self.group_size} of format {self.name} must be at least 1, or None")
 

@@ -76,3 +76,8 @@ def test_groups_of_nothing_are_refused(group_size):
 def test_clips_that_mean_nothing_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Clip(**options)
+
+
+def test_groups_of_a_fraction_are_refused():
+    with pytest.raises(TypeError, match=r"group_size=8\.0 of format g must be an int, or None"):
+        QuantFormat("g", INT4_PER_TOKEN.grid, "per_token", group_size=8.0)
