@@ -10,7 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvquant.layout import PageLayout
+from kvquant.config import QuantConfig
+from kvquant.formats import QuantFormat
+from kvquant.kernel import choose_layout
+from kvquant.layout import PageLayout, PagePart, StateShape
 
 GROWTH = 1.125  # little: of a pool that grew, what is not used yet may be resident all the same
 
@@ -90,6 +93,20 @@ class PagePool:
         grown[:old] = self.records
         self.records = grown
         self.free_slots[:0] = range(new - 1, old - 1, -1)
+
+
+def page_parts(config: QuantConfig, key: Tensor, value: Tensor) -> tuple[PagePart, PagePart]:
+    """What a page holds of keys [B, Hkv, *, Dk] and values [B, Hkv, *, Dv]."""
+
+    def part(fmt: QuantFormat, states: Tensor) -> PagePart:
+        return PagePart(fmt, StateShape(states.shape[1], config.page_size, states.shape[3]), states.dtype)
+
+    return part(config.key, key), part(config.value, value)
+
+
+def pool_for(config: QuantConfig, key: Tensor, value: Tensor, num_pages: int) -> PagePool:
+    """A pool for pages of such states, with room for `num_pages`."""
+    return PagePool(choose_layout(*page_parts(config, key, value), key.device), key.device, num_pages)
 
 
 def _empty_records(capacity: int, page_bytes: int, device: torch.device) -> Tensor:

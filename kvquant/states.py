@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from kvquant.config import QuantConfig
-from kvquant.kernel import choose_layout
-from kvquant.layout import PagePart, StateShape
 from kvquant.padding import padding_of
-from kvquant.pages import Page, PagePool
+from kvquant.pages import Page, PagePool, pool_for
 from kvquant.snapshot import KV, RUN_PAGES, Row, RowGroup, Rows, Snapshot, group_rows, tail_start
 from kvquant.tail import Tail, empty_like
 from kvquant.window import Window, forget_passed
@@ -48,6 +46,15 @@ class LayerStates:
         self._no_chunk = self._chunk = KV(empty_like(key, 0), empty_like(value, 0))
         self._tail = Tail.copy_of(self._chunk, config)
         self._chunk_positions: Tensor | None = None
+
+    @staticmethod
+    def of(held: Snapshot) -> LayerStates:
+        """States that go on from a snapshot without a chunk: what `snapshot` is to states, the other way round."""
+        states = LayerStates(held.config, *held.chunk)
+        states._set_rows(held.rows)
+        states._settled, states._sinks, states._pool = held.settled, held.sinks, held.pool
+        states._tail = Tail.copy_of(held.tail, held.config)
+        return states
 
     @property
     def num_seen(self) -> int:
@@ -264,14 +271,9 @@ class LayerStates:
 
     def _layout_pool(self) -> PagePool:
         if self._pool is None:
-            key, value = (
-                PagePart(fmt, StateShape(part.shape[1], self.config.page_size, part.shape[3]), part.dtype)
-                for fmt, part in zip((self.config.key, self.config.value), self._chunk, strict=True)
-            )
-            layout = choose_layout(key, value, self._chunk.key.device)
             tokens = self._window.most_held(self.config.max_length or 0, self.config)
-            capacity = self.batch_size * (tokens // self.config.page_size)
-            self._pool = PagePool(layout, self._chunk.key.device, capacity)
+            num_pages = self.batch_size * (tokens // self.config.page_size)
+            self._pool = pool_for(self.config, *self._chunk, num_pages)
         return self._pool
 
     def _trim_tail(self) -> None:
