@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -112,6 +114,30 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
         """How many layers of which kind this cache has, and how each is stored; see CacheSummary."""
         added = None if self.layer_class_to_replicate is None else _layer_kind(QuantLayer(self.quant))
         return CacheSummary.of(map(_layer_kind, self.layers), added)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes all states to a safetensors file, packed as they are; a file that is there is replaced at the end.
+
+        Raises NotImplementedError for layers of a kind that cannot be saved (linear attention).
+        """
+        from kvquant import storage  # which builds on this module
+
+        storage.save(self, path)
+
+    @staticmethod
+    def load(
+        path: str | PathLike[str],
+        config: PreTrainedConfig | None = None,
+        device: torch.device | str | None = None,
+    ) -> QuantCache:
+        """The cache that `save` wrote, on `device` (the CPU by default), to go on from.
+
+        With the model's `config`, the cache must fit it. Raises ValueError, naming the file and what is wrong, for one
+        that does not, or that is damaged, of another kind or of a newer version.
+        """
+        from kvquant import storage
+
+        return storage.load(path, config, device)
 
 
 def take_over(cache: DynamicCache, template: QuantCache) -> None:

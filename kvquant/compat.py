@@ -5,11 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
+from transformers import PreTrainedConfig, cache_utils
 
 TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 # The keyword under which models and generate() take a cache.
 CACHE_ARGUMENT = "cache" if TRANSFORMERS >= (5, 24) else "past_key_values"
+
+# Layers that hold nothing, for models whose layers share states; before 5.23 there were none.
+EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+
+
+def stated_shapes(config: PreTrainedConfig) -> list[dict[str, int]]:
+    """What a configuration states of each layer's keys: num_key_value_heads and head_dim, or less.
+
+    Only fields of the model's own class count, not what else a file may have set, and none where latents are cached.
+    An empty list in versions that cannot tell where layers differ.
+    """
+    layers = getattr(config.get_text_config(decoder=True), "per_layer_config", None) or ()
+    return [{} if _caches_latents(own) else _stated(own, "num_key_value_heads", "head_dim") for own in layers]
+
+
+def _caches_latents(own: PreTrainedConfig) -> bool:
+    return bool(_stated(own, "kv_lora_rank", "qk_head_dim"))
+
+
+def _stated(own: PreTrainedConfig, *names: str) -> dict[str, int]:
+    found = {name: getattr(own, name) for name in names if hasattr(type(own), name)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def tokens_to_crop(argument: int, length: int) -> int:

@@ -26,6 +26,11 @@ class QuantLayer(DynamicLayer):
         self._states: LayerStates | None = None
         self._leaves_device = False
 
+    def resume(self, states: LayerStates) -> None:
+        """Goes on from these states."""
+        like = states.snapshot().chunk.key
+        self._states, self.device, self.dtype, self.is_initialized = states, like.device, like.dtype, True
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.device, self.dtype = key_states.device, key_states.dtype
         quant = self.quant.for_latents() if _are_latents(key_states, value_states) else self.quant

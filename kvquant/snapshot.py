@@ -14,6 +14,7 @@ from kvquant.codec import Quantized
 from kvquant.config import QuantConfig
 from kvquant.layout import PageLayout
 from kvquant.pages import Page, PagePool
+from kvquant.window import FULL_ATTENTION, Window
 
 
 class KV(NamedTuple):
@@ -124,7 +125,7 @@ class Snapshot:
     sinks: [B, Hkv, S, D], valid for rows that have pages; None while no row has.
     tail: the columns up to `settled`; a row's own part begins at `tail_start` of its group. They are the first
     tail_length tokens of buffers with room for more.
-    hidden: leading columns that have left a sliding window. Attention sees those that follow.
+    window: what attention does not see any more of a layer with a sliding window.
     """
 
     config: QuantConfig
@@ -135,7 +136,7 @@ class Snapshot:
     tail_buffers: KV
     tail_length: int
     chunk: KV
-    hidden: int = 0
+    window: Window = FULL_ATTENTION
 
     @staticmethod
     def of(key: Tensor, value: Tensor) -> Snapshot:
@@ -147,6 +148,11 @@ class Snapshot:
     def kv_len(self) -> int:
         """The columns held, hidden ones included."""
         return self.settled + self.chunk.num_tokens
+
+    @property
+    def hidden(self) -> int:
+        """Leading columns that have left the window. Attention sees those that follow."""
+        return self.window.hidden(self.settled)
 
     @property
     def visible_len(self) -> int:

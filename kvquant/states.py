@@ -51,6 +51,7 @@ class LayerStates:
     def of(held: Snapshot) -> LayerStates:
         """States that go on from a snapshot without a chunk: what `snapshot` is to states, the other way round."""
         states = LayerStates(held.config, *held.chunk)
+        states._window = held.window
         states._set_rows(held.rows)
         states._settled, states._sinks, states._pool = held.settled, held.sinks, held.pool
         states._tail = Tail.copy_of(held.tail, held.config)
@@ -65,9 +66,9 @@ class LayerStates:
         """What is held now; the same object until something changes."""
         if self._last_snapshot is None:
             buffers, length = self._tail.buffers, self._tail.length
-            hidden = self._window.hidden(self._settled)
+            window = self._window
             self._last_snapshot = Snapshot(
-                self.config, self._settled, self._rows, self._sinks, self._pool, buffers, length, self._chunk, hidden
+                self.config, self._settled, self._rows, self._sinks, self._pool, buffers, length, self._chunk, window
             )
         return self._last_snapshot
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvquant.config import QuantConfig
-from kvquant.snapshot import Row
+
+if TYPE_CHECKING:
+    from kvquant.snapshot import Row
 
 
 class Window(NamedTuple):
@@ -34,6 +36,9 @@ class Window(NamedTuple):
         return self.hidden(settled) >= self.unknown
 
 
+FULL_ATTENTION = Window()
+
+
 def forget_passed(
     window: Window, rows: Sequence[Row], settled: int, config: QuantConfig
 ) -> tuple[Window, list[Row], int]:
@@ -55,4 +60,6 @@ def _without_passed(row: Row, hidden: int, config: QuantConfig) -> Row:
     passed = (hidden - row.start - config.sinks) // config.page_size
     if row.pages:
         passed = min(passed, len(row.pages) - 1)
-    return Row(row.start + passed * config.page_size, row.pages[passed:]) if passed > 0 else row
+    if passed <= 0:
+        return row
+    return row._replace(start=row.start + passed * config.page_size, pages=row.pages[passed:])
