@@ -173,6 +173,12 @@ class TestElsewhere:
             loaded = saved_and_loaded(cache, path)
         assert_same(loaded, cache)
 
+    def test_what_was_loaded_in_inference_mode_can_take_part_in_gradients(self, path):
+        with torch.inference_mode():
+            loaded = saved_and_loaded(small_cache(), path)
+        held = [*loaded.layers[0].states.snapshot().sinks, loaded.layers[1].keys, loaded.layers[1].values]
+        assert not any(x.is_inference() for x in held)
+
     def test_the_file_may_be_replaced_while_the_cache_lives(self, path):
         cache = fill(QuantCache(bits=4, **SMALL_PAGES))
         loaded = saved_and_loaded(cache, path)
