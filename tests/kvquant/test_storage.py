@@ -128,6 +128,31 @@ class TestModels:
         assert loaded.layers[2].keys is None
 
     @pytest.mark.parametrize(
+        ("family", "options"),
+        [
+            ("gemma3_text", {"quantize_sliding": True}),
+            ("gemma3_text", {"quantize_sliding": True, "skip_layers": (1,)}),
+            ("deepseek_v3", {}),
+            ("deepseek_v3", {"quantize_rope": True}),
+            ("llama", {"layer_bits": {1: 8}}),
+        ],
+        ids=str,
+    )
+    def test_a_model_goes_on_from_packed_windows_latents_and_layers_of_their_own(self, family, options, path):
+        model, ids = tiny_model(family, "sdpa"), torch.randint(2, 97, (2, 120))
+        pages = {"sinks": 2, "residual_length": 5, "page_size": 8}
+        cache = QuantCache(bits=4, config=model.config, **pages, **options)
+        with torch.no_grad():
+            model(ids[:, :80], cache=cache, use_cache=True)
+            cache.save(path)
+            loaded = QuantCache.load(path, config=model.config)
+            assert [type(layer) for layer in loaded.layers] == [type(layer) for layer in cache.layers]
+            for token in ids[:, 80:].split(1, dim=1):
+                expected, got = (model(token, cache=c, use_cache=True).logits for c in (cache, loaded))
+                assert torch.equal(got, expected)
+        assert loaded.memory() == cache.memory()
+
+    @pytest.mark.parametrize(
         ("family", "kind"),
         [("qwen3_next", "LinearAttentionLayer"), ("falcon_h1", "LinearAttentionAndFullAttentionLayer")],
     )
@@ -143,9 +168,9 @@ class TestModels:
             ({"num_hidden_layers": 3}, "it holds 2 layers, and config has 3"),
             (
                 {"layer_types": ["full_attention"] * 2},
-                "layer 0 is a DynamicSlidingWindowLayer of 32 tokens in the file, and a QuantLayer by config",
+                "layer 0 is a layer with a window of 32 tokens in the file, and a full-attention layer by config",
             ),
-            ({"sliding_window": 16}, "Layer of 32 tokens in the file, and a DynamicSlidingWindowLayer of 16 tokens by"),
+            ({"sliding_window": 16}, "window of 32 tokens in the file, and a layer with a window of 16 tokens by"),
             ({"num_key_value_heads": 4}, "layer 0 has num_key_value_heads=2 in the file, and num_key_value_heads=4"),
             ({"head_dim": 8}, "layer 0 has head_dim=16 in the file, and head_dim=8 by config"),
         ],
