@@ -148,7 +148,10 @@ def readme_examples():
 
 
 def test_readme_example_gives_the_text_of_full_precision(smollm2, monkeypatch, capsys):
-    """The example as it stands, with the model of the installed package in place of the hub's."""
+    """The example as it stands, with the model of the installed package in place of the hub's.
+
+    https://github.com/huggingface/transformers/issues/40099: a documented example raised after a refactoring.
+    """
     code, default_code, *_ = readme_examples()
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: smollm2.model)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: smollm2.source.tokenizer)
@@ -168,6 +171,7 @@ def test_readme_example_gives_the_text_of_full_precision(smollm2, monkeypatch, c
 
 
 def test_other_readme_examples_run(capsys):
+    """https://github.com/huggingface/transformers/issues/40099"""
     for code in readme_examples()[2:]:
         exec(code, {})
     assert capsys.readouterr().out.split() == ["tensor(True)"]
