@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig, cache_utils
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 
 TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
@@ -40,7 +41,7 @@ def tokens_to_crop(argument: int, length: int) -> int:
 
     Raises ValueError for a positive argument from 5.15 on, where it no longer means the length to keep.
     """
-    if argument <= 0 and (TRANSFORMERS >= (5, 15) or argument < 0):
+    if argument < 0 or (argument == 0 and TRANSFORMERS >= (5, 14)):
         return -argument
     if TRANSFORMERS >= (5, 15):
         raise ValueError(f"crop({argument}): pass minus the number of tokens to remove, for example crop({-argument})")
@@ -73,10 +74,40 @@ def layer_kind(layer: object) -> str:
 def register_attention(name: str, function: Any) -> None:
     """Makes `attn_implementation=name` call `function`, with the masks that sdpa gets.
 
-    Without a mask function of its own, transformers gives an unknown implementation no mask at all.
+    Without a mask function of its own, transformers gives an unknown implementation no mask at all. Where sdpa gets
+    none, causality is left to `function`: there are as many queries as keys, or a model has dropped the first queries.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    def mask(
+        *, config: PreTrainedConfig, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **others: Any
+    ) -> Any:
+        _check_calls_attention_functions(type(config), name)
+        # sdpa also gets none for the prompt of a static cache, with keys of which most are still to come.
+        may_skip = allow_is_causal_skip and q_length in (1, kv_length)
+        return sdpa_mask(config=config, q_length=q_length, kv_length=kv_length, allow_is_causal_skip=may_skip, **others)
+
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask)
+
+
+def _check_calls_attention_functions(config: type[PreTrainedConfig], name: str) -> None:
+    """Raises NotImplementedError for models that never call a registered attention function.
+
+    They would go on without a word and add sdpa's masks, which are boolean or left out, to their scores.
+    """
+    from transformers import MODEL_MAPPING
+
+    model = MODEL_MAPPING.get(config, None)
+    if isinstance(model, type) and not _calls_attention_functions(model):
+        raise NotImplementedError(
+            f"{model.__name__} computes attention by itself and cannot use attn_implementation={name!r}; "
+            "load it with 'eager', with which QuantCache works as well"
+        )
+
+
+@cache  # since transformers 5.4 reads the model's source every time
+def _calls_attention_functions(model: type[PreTrainedModel]) -> bool:
+    can_set: bool = model._can_set_attn_implementation()
+    return can_set

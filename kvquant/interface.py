@@ -45,10 +45,14 @@ def attention_forward(
         raise NotImplementedError(f"attention dropout={dropout} is not implemented by {NAME}; train with sdpa or eager")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
+    q_len, kv_len = query.shape[2], key.shape[2]
     mask = attention_mask
-    is_causal = is_causal and mask is None and query.shape[2] > 1
+    is_causal = is_causal and mask is None and q_len > 1
+    if is_causal and (q_len < kv_len or position_bias is not None):
+        # The queries are the last ones. torch's own is_causal would take them for the first.
+        mask, is_causal = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril(kv_len - q_len), False
     if position_bias is not None:
-        mask, is_causal = _with_bias(position_bias, mask, is_causal, query.shape[2], key.shape[2]), False
+        mask = _with_bias(position_bias, mask)
     pair = paired(key, value)
     # contiguous() also dequantizes a lazy tensor that has come without its partner.
     states = Snapshot.of(key.contiguous(), value.contiguous()) if pair is None else pair[1]
@@ -58,10 +62,8 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _with_bias(bias: Tensor, mask: Tensor | None, is_causal: bool, q_len: int, kv_len: int) -> Tensor:
+def _with_bias(bias: Tensor, mask: Tensor | None) -> Tensor:
     """One float mask of a position bias (T5) and what else restricts attention."""
-    if is_causal:
-        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=bias.device).tril()
     if mask is None:
         return bias
     return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask

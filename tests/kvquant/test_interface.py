@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, tiny_model
+from families import tiny_model
 from torch import nn
 from torch.nn import functional as F
-from transformers import DynamicCache
 
 import kvquant
 from kvquant import QuantCache
@@ -17,7 +16,6 @@ from kvquant.interface import attention_forward
 
 ROOT = Path(__file__).parents[2]
 SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 8}
-WITH_ATTENTION_INTERFACE = [family for family in FAMILIES if family not in ("bloom", "falcon")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,38 +24,10 @@ def _registered():
     kvquant.register()
 
 
-# These do not tell the cache their position ids, so that eager attention stores padding: other groups, other codes.
-PADDING_UNSEEN_IN_EAGER = ("gpt_neox", "opt")
-CASES = [
-    (family, padding, bits)
-    for family in WITH_ATTENTION_INTERFACE
-    for padding in (0, 13)
-    for bits in (None, 16, 4)
-    if not (padding and bits == 4 and family in PADDING_UNSEEN_IN_EAGER)
-]
-
-
-@pytest.mark.parametrize(("family", "padding", "bits"), CASES)
-def test_gives_what_eager_gives(family, padding, bits):
-    ids = torch.randint(2, 97, (2, 40))
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    logits = []
-    for attention in ("eager", "kvquant"):
-        model = tiny_model(family, attention)
-        options = {"position_ids": positions} if family not in ("opt",) else {}
-        cache = DynamicCache(config=model.config)
-        if bits is not None:
-            cache = QuantCache(bits=bits, config=model.config, **SMALL_PAGES)
-        with torch.no_grad():
-            steps = []
-            for first, last in ((0, 30), (30, 31), (31, 36), (36, 40)):
-                part = {name: value[:, first:last] for name, value in options.items()}
-                out = model(ids[:, first:last], attention_mask=mask[:, :last], cache=cache, use_cache=True, **part)
-                steps.append(out.logits)
-        logits.append(torch.cat(steps, dim=1)[mask.bool()])
-    torch.testing.assert_close(*logits, atol=2e-5, rtol=1e-4)  # float32 in another order, over two layers
+def test_a_model_that_never_calls_it_is_refused():
+    model = tiny_model("bloom", "kvquant")
+    with pytest.raises(NotImplementedError, match=r"BloomModel computes attention by itself .* load it with 'eager'"):
+        model(torch.randint(2, 97, (1, 9)))
 
 
 def test_the_chunk_is_packed_and_padding_learned_as_with_sdpa():
@@ -87,6 +57,27 @@ def test_position_bias_is_added():
         reference = F.scaled_dot_product_attention(query, key, value, attn_mask=expected).transpose(1, 2)
         torch.testing.assert_close(out, reference)
         assert weights is None
+
+
+def test_queries_whose_first_ones_were_dropped_are_the_last_ones():
+    """Gemma 4 computes the layers that share keys and values only for the tokens whose logits are asked for."""
+    query, key, value = torch.randn(3, 1, 4, 6, 16).unbind(0)
+    module = nn.Module()
+    whole, _ = attention_forward(module, query, key, value, None)
+    some, _ = attention_forward(module, query[:, :, -3:], key, value, None)
+    torch.testing.assert_close(some, whole[:, -3:])
+
+
+def test_a_static_cache_which_is_longer_than_the_prompt_gives_what_sdpa_gives():
+    ids = torch.randint(2, 97, (2, 20))
+    outs = [
+        tiny_model("llama", attention).generate(
+            ids, max_new_tokens=5, do_sample=False, cache_implementation="static", disable_compile=True,
+            return_dict_in_generate=True, output_logits=True,
+        )
+        for attention in ("sdpa", "kvquant")
+    ]  # fmt: skip
+    torch.testing.assert_close(outs[0].logits, outs[1].logits)
 
 
 def test_dropout_is_refused():
