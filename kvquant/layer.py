@@ -61,7 +61,7 @@ class QuantLayer(DynamicLayer):
     @property
     def keys(self) -> LazyStates | None:
         """All keys [B, Hkv, T, Dk], lazy; None before the first token. Attention on keys and values is fused."""
-        return None if self._states is None else LazyStates(self._states, self._states.snapshot(), 0)
+        return self._held(0)
 
     @keys.setter
     def keys(self, keys: Tensor | None) -> None:
@@ -69,11 +69,16 @@ class QuantLayer(DynamicLayer):
 
     @property
     def values(self) -> LazyStates | None:
-        return None if self._states is None else LazyStates(self._states, self._states.snapshot(), 1)
+        return self._held(1)
 
     @values.setter
     def values(self, values: Tensor | None) -> None:
         raise AttributeError("values of a QuantLayer are packed and cannot be assigned; use update()")
+
+    def _held(self, part: int) -> LazyStates | None:
+        # Cross-attention, which updates only once, reads its states here from then on: they need not stay exact.
+        self.settle()
+        return None if self._states is None else LazyStates(self._states, self._states.snapshot(), part)
 
     def get_seq_length(self) -> int:
         return 0 if self._states is None else self._states.num_seen

@@ -112,6 +112,14 @@ class TestLayerContract:
             with pytest.raises(AttributeError, match=f"{name} of a QuantLayer are packed"):
                 setattr(cache.layers[0], name, torch.zeros(1))
 
+    def test_what_is_read_again_is_packed_first(self):
+        """Cross-attention updates its cache once and reads keys and values from then on."""
+        cache = QuantCache(bits=4, **SMALL_PAGES)
+        cache.update(torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16), 0)
+        assert torch.equal(cache.layers[0].keys + 0, cache.layers[0].keys.materialize())
+        assert cache.layers[0].states.snapshot().chunk.num_tokens == 0
+        assert len(cache.layers[0].states.snapshot().rows[0].pages) == (40 - 2 - 5) // 8
+
     def test_iteration_gives_keys_values_and_no_window(self):
         cache = fill(QuantCache(bits=16), 5, layers=2)
         for keys, values, window in cache:
@@ -126,7 +134,16 @@ class TestLayerContract:
 
     @pytest.mark.parametrize(
         ("version", "argument", "removed"),
-        [((5, 24), -3, 3), ((5, 24), 0, 0), ((5, 4), -3, 3), ((5, 4), 30, 10), ((5, 4), 50, 0), ((5, 4), 0, 40)],
+        [
+            ((5, 24), -3, 3),
+            ((5, 24), 0, 0),
+            ((5, 14), 0, 0),
+            ((5, 14), 30, 10),
+            ((5, 4), -3, 3),
+            ((5, 4), 30, 10),
+            ((5, 4), 50, 0),
+            ((5, 4), 0, 40),
+        ],
     )
     def test_crop_means_what_it_means_in_the_installed_version(self, monkeypatch, version, argument, removed):
         monkeypatch.setattr(compat, "TRANSFORMERS", version)
