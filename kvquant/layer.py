@@ -199,5 +199,7 @@ def counterpart(layer: Any, quant: QuantConfig) -> QuantLayer | None:
 
 def rows_held(layer: Any) -> int:
     """The rows of a layer that holds keys; 0 for others."""
+    if isinstance(layer, QuantLayer):
+        return layer.states.batch_size if layer.is_initialized else 0
     keys = getattr(layer, "keys", None)
     return 0 if keys is None or keys.dim() < 4 else int(keys.shape[0])

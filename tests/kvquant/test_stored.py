@@ -279,7 +279,7 @@ class TestFilesWrittenWrongly:
             (describe(lambda plain: plain.update(tokens=-1)), "layer 0: tokens=-1 in its description is not between"),
             (describe(lambda plain: plain.update(tokens=2**40)), "layer 0: tokens=1099511627776 in its"),
             (describe(lambda plain: plain.update(tokens=30.0)), "layer 0: tokens=30.0 in its .* type int"),
-            (describe(lambda plain: plain.update(kind="x")), "layer 0: its kind 'x' is none of packed, packed_sliding, exact"),
+            (describe(lambda plain: plain.update(kind="x")), "layer 0: its kind 'x' is none of packed, packed_sliding"),
             (describe(lambda plain: plain.update(kind=["x"])), "layer 0: kind=.* is not of type str"),
             (describe(lambda plain: plain.clear()), "layer 0: kind=None in its description is not of type str"),
             (describe(lambda plain: plain.update(is_initialized=1)), "layer 0: is_initialized=1 in its description"),

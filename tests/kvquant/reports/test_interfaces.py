@@ -51,6 +51,7 @@ def test_the_examples_in_docstrings_run():
         "model": tiny_model("llama", "sdpa"),
         "inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
         "QuantCache": QuantCache,
+        "kvquant": kvquant,
     }
     found = 0
     for name in kvquant.__all__:
