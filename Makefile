@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: eval test check asan aarch64 wheel install results docs clean
+.PHONY: eval test lint check versions asan aarch64 wheel install results docs clean
 
 install: $(INSTALLED)
 
@@ -21,11 +21,17 @@ eval: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not gpu"
 
-check: $(INSTALLED)
+lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+check: lint
+	$(BIN)/python -m pytest -m "not gpu and not slow and not broad"
+
+# The tests marked `compat` on older releases of transformers, each in a virtual environment of its own under .venvs.
+versions: $(INSTALLED)
+	$(BIN)/python tools/versions.py
 
 # The native kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer; needs g++ with both. Not the one that
 # watches the resident set: the sanitizer keeps what is freed.
@@ -47,16 +53,18 @@ aarch64: $(INSTALLED)
 wheel: $(INSTALLED)
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-# Measures again what README.md shows, and writes its tables.
+# Measures and observes again what README.md and docs/ show.
 results: $(INSTALLED)
 	$(BIN)/kvquant eval --bits 8 --bits fp8 --bits 8,4 --bits 4 --bits 4,2 --bits 3 --bits 2 --json results/quality.json
 	$(BIN)/python -m pip install --quiet -c constraints.txt optimum-quanto hqq matplotlib
 	$(BIN)/kvquant bench --context 1024 --context 8192 --context 16384 --context 32768 --rounds 15 \
 	  --model HuggingFaceTB/SmolLM2-135M-Instruct --model random-1b --memory 8192 \
 	  --json results/bench_cpu.json --plot results/bench_cpu.png
+	$(BIN)/python tools/observe_models.py
+	$(BIN)/python tools/versions.py --json results/versions.json
 
 docs: $(INSTALLED)
 	$(BIN)/python tools/update_readme.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venvs build *.egg-info .mypy_cache .ruff_cache .pytest_cache

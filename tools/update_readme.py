@@ -1,5 +1,4 @@
-"""Writes the tables of README.md and docs/benchmarks.md anew from results/*.json. `--check` only says whether that
-changes anything."""
+"""Writes the tables of README.md and docs/ anew from results/*.json. `--check` only says whether that changes them."""
 
 from __future__ import annotations
 
@@ -9,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import support_tables
+
 from kvquant_evals import table
 from kvquant_evals.bench import report
 
@@ -17,10 +18,20 @@ ROOT = Path(__file__).parents[1]
 
 def rendered() -> dict[str, str]:
     """The files with their tables as the results have them, by path."""
-    quality, speed = (json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("quality", "bench_cpu"))
+    quality, speed, models, versions = map(_result, ("quality", "bench_cpu", "models", "versions"))
     readme = (ROOT / "README.md").read_text()
     readme = _replaced(readme, "quality", f"{table.markdown(quality)}\n\n{table.caption(quality)}.")
-    return {"README.md": _replaced(readme, "bench_cpu", _speed(speed)), "docs/benchmarks.md": _benchmarks(speed)}
+    readme = _replaced(readme, "bench_cpu", _speed(speed))
+    return {
+        "README.md": _replaced(readme, "versions", support_tables.versions_table(versions)),
+        "docs/benchmarks.md": _benchmarks(speed),
+        "docs/models.md": support_tables.models_page(models),
+    }
+
+
+def _result(name: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((ROOT / "results" / f"{name}.json").read_text())
+    return report
 
 
 def _speed(speed: dict[str, Any]) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from contents import SMALL_PAGES, content, fill, same_cache, small_cache
-from families import CASES, tiny_config, tiny_model
+from families import tiny_config, tiny_model
+from family_table import FAMILIES
 from safetensors.torch import save_file
 from transformers.cache_utils import DynamicLayer
 
@@ -61,8 +62,17 @@ def assert_goes_on_alike(model, loaded, cache):
         assert torch.equal(ours, theirs)
 
 
+CASES = [
+    (family, attention)
+    for family in """llama qwen2 qwen3 mistral gemma2 gemma3_text phi3 gpt2 gpt_neox gpt_oss deepseek_v3 falcon bloom
+    opt olmo2 cohere2 glm4""".split()
+    for attention in ("sdpa", "eager")
+    if FAMILIES[family].limit(attention) is None
+]
+
+
 class TestModels:
-    @pytest.mark.parametrize(("family", "attention"), [case for case in CASES if case[0] != "qwen3_next"])
+    @pytest.mark.parametrize(("family", "attention"), CASES)
     def test_every_family_goes_on_alike_with_and_without_config(self, family, attention, path):
         model = tiny_model(family, attention)
         cache, _, _ = prefix_of(model)

@@ -15,7 +15,8 @@ from itertools import product
 
 import pytest
 import torch
-from families import SMALL, tiny_config, tiny_model
+from families import tiny_config, tiny_model
+from family_table import SMALL
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,

@@ -1,94 +1,101 @@
-"""Tiny random models of many families, for tests that must hold for all of them."""
+"""Tiny random models of the families in family_table.py, with prompts and caches for them."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from family_table import DROP, FAMILIES, SMALL
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-DROP = object()  # a field that the family's configuration does not have
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-# A window that 300 tokens pass, and one layer of each kind.
-SLIDING = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
-GPT2 = {
-    "num_key_value_heads": DROP,
-    "head_dim": DROP,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 1024,
-    "vocab_size": 97,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-LATENT = {
-    "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
-    "head_dim": 8, "first_k_dense_replace": 1, "n_shared_experts": 1, "num_key_value_heads": 4,
-}  # fmt: skip
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1,
-}  # fmt: skip
+import kvquant.interface
+from kvquant.compat import CACHE_ARGUMENT
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {"sliding_window": None},
-    "gemma2": {**SLIDING, "query_pre_attn_scalar": 16},
-    "gemma3_text": {**SLIDING, "query_pre_attn_scalar": 16},
-    "phi3": {"sliding_window": None, "head_dim": DROP, "original_max_position_embeddings": 1024},
-    "gpt2": GPT2,
-    "gpt_neox": {"num_key_value_heads": DROP, "head_dim": DROP},
-    "gpt_oss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": LATENT,
-    "qwen3_next": LINEAR,
-    "falcon": {
-        "head_dim": DROP,
-        "num_kv_heads": 4,
-        "new_decoder_architecture": False,
-        "multi_query": False,
-        "alibi": False,
-    },
-    "bloom": {"n_head": 4, "n_layer": 2},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64, "do_layer_norm_before": True},
-    "olmo2": {},
-    "cohere2": SLIDING,
-    "glm4": {},
-}
+ATTENTIONS = ("sdpa", "eager", kvquant.interface.NAME)
+PROMPT, PADDING = 68, 33  # tokens
+# The last one first, since its runs are the ones that are looked at.
+WAYS = {"prompt lookup": {"prompt_lookup_num_tokens": 4}, "beams": {"num_beams": 3}, "greedy": {}}
+# Of which every prompt fills several, and some more are sealed while decoding.
+SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 8}
 
 
-# gpt_oss has attention sinks and gemma2 a softcap, which sdpa cannot express; bloom computes its attention itself.
-CASES = [
-    (family, attention)
-    for family in FAMILIES
-    for attention in ("eager", "sdpa")
-    if not (attention == "sdpa" and family in ("gpt_oss", "bloom", "gemma2"))
-]
-
-
-def tiny_config(family: str) -> PreTrainedConfig:
-    fields = {name: value for name, value in {**SMALL, **FAMILIES.get(family, {})}.items() if value is not DROP}
-    return AutoConfig.for_model(family, **fields)
+def tiny_config(name: str) -> PreTrainedConfig:
+    family = FAMILIES[name]
+    fields = {name: value for name, value in {**SMALL, **family.fields}.items() if value is not DROP}
+    return AutoConfig.for_model(family.model_type or name, **fields)
 
 
 @cache
-def tiny_model(family: str, attention: str) -> PreTrainedModel:
+def tiny_model(name: str, attention: str, spread: float = 0.02) -> PreTrainedModel:
+    """A model with random weights of standard deviation `spread`. At 0.1, most of a logit is what attention reads."""
+    if attention == kvquant.interface.NAME:
+        kvquant.register()
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation=attention).eval()
+    config = tiny_config(name)
+    config.initializer_range = config.init_std = spread  # as most call it, and as BART does
+    return FAMILIES[name].auto.from_config(config, attn_implementation=attention).eval()
+
+
+def rows_of(way: str) -> int:
+    """Prompts in a batch; prompt lookup takes one."""
+    return 1 if way == "prompt lookup" else 2
+
+
+def prompt(model: PreTrainedModel, rows: int, padding: int = 0) -> dict[str, Tensor]:
+    """Random tokens for some rows, the first of them padded at the left; decoders of encoders get half as many."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, 97, (rows, PROMPT // 2)).repeat(1, 2)  # so that prompt lookup finds what follows
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": ids, "attention_mask": _mask(rows, PROMPT, padding)}
+    mask = _mask(rows, PROMPT // 2, padding // 2)
+    decoder = {"decoder_input_ids": ids[:, : PROMPT // 2].clone(), "decoder_attention_mask": mask}
+    # Else generate() puts the start token before the padding.
+    decoder["decoder_input_ids"][range(rows), mask.argmax(dim=1)] = model.config.decoder_start_token_id
+    if model.main_input_name == "input_features":
+        features = torch.randn(rows, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        return {"input_features": features, **decoder}
+    return {"input_ids": ids, "attention_mask": _mask(rows, PROMPT, padding), **decoder}
+
+
+def _mask(rows: int, tokens: int, padding: int) -> Tensor:
+    mask = torch.ones(rows, tokens, dtype=torch.long)
+    mask[0, :padding] = 0
+    return mask
+
+
+def new_cache(name: str, make: Callable[..., Cache]) -> Cache:
+    """An empty cache for a family, of one or two that `make` gives."""
+    family = FAMILIES[name]
+    config = tiny_config(name)
+    new = partial(make, config=config) if family.with_config else make
+    if not config.is_encoder_decoder:
+        return new()
+    return EncoderDecoderCache(new(), DynamicCache() if family.own_cross_cache else new())
+
+
+def generate(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], cache: Cache | None, new_tokens: int = 11, **options: Any
+) -> Any:
+    """What generate() returns, with the logits of every step."""
+    held = {} if cache is None else {CACHE_ARGUMENT: cache}
+    # The token that ends a text, which prompt lookup asks for before 5.5, is one that models do not have.
+    defaults = {
+        "eos_token_id": 1000,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "output_scores": True,
+    }
+    # Not the model's own method: Whisper's cuts its input into segments and calls this one for each.
+    return GenerationMixin.generate(model, **inputs, **held, max_new_tokens=new_tokens, **(defaults | options))
