@@ -90,6 +90,7 @@ def offloaded(monkeypatch):
 # Of 30 steps; the last one's attention may not be known to be over. An only attention layer is always the next one.
 @pytest.mark.parametrize(("family", "moves"), [("llama", 58), ("gemma3_text", 29), ("qwen3_next", 0)])
 def test_offloading_changes_no_token_and_attention_finds_its_pages(offloaded, family, moves):
+    """https://github.com/huggingface/transformers/issues/48947: hybrids gave wrong logits, or met the wrong device."""
     model, ids = tiny_model(family, "sdpa"), torch.randint(2, 97, (2, 40))
     expected = generate(model, ids, QuantCache(bits=4, config=model.config, **SMALL_PAGES))
     cache = QuantCache(bits=4, config=model.config, offloading=True, **SMALL_PAGES)

@@ -62,6 +62,8 @@ class TestReading:
 
 
 class TestFormerNames:
+    """https://github.com/huggingface/transformers/issues/48479: names vanished without any hint."""
+
     @pytest.mark.parametrize("name", NAMES)
     def test_names_are_there_where_dynamic_cache_has_them(self, name):
         for cache in (QuantCache(bits=4), QuantCache):
