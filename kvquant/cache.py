@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from os import PathLike
 from typing import Any, cast
 
@@ -83,11 +84,15 @@ class QuantCache(HybridCache, FormerNames):  # type: ignore[misc]  # the last se
             self._settle(last)
         if last is None or layer_idx <= last:  # a step begins
             self._fit_batch(layer_idx, key_states.shape[0])
-        if self.layer_class_to_replicate is not None:  # made here, since transformers does not say which one it makes
-            new = range(len(self.layers), layer_idx + 1)
-            self.layers += [packed(DynamicLayer(), self.layer_policy.of(i)) for i in new]
+        if layer_idx >= len(self.layers) and self.layer_class_to_replicate is not None:
+            self._add_layers(layer_idx + 1)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
+
+    def _add_layers(self, count: int) -> None:
+        # Not by transformers, which does not say the index of the layer it makes.
+        new = range(len(self.layers), count)
+        self.layers += [packed(DynamicLayer(), self.layer_policy.of(i)) for i in new]
 
     def _fit_batch(self, layer_idx: int, num_rows: int) -> None:
         """Repeats every row of a cache that was filled before generate() multiplied the batch."""
@@ -158,8 +163,7 @@ def _resolve(bits: Bits | tuple[Bits, Bits] | None, quant: QuantConfig | None, o
     if quant is None:
         if bits is None:
             raise ValueError("bits is missing; pass bits=4, for example, or quant=QuantConfig(...)")
-        known = {"sinks", "residual_length", "page_size", "rotation", "clip", "max_length", "precision"}
-        known |= {"quantize_sliding", "quantize_rope"}
+        known = {field.name for field in fields(QuantConfig)} - {"key", "value"} | {"clip"}
         if not options.keys() <= known:
             unknown = ", ".join(sorted(options.keys() - known))
             raise TypeError(f"unknown options {unknown}; known are {', '.join(sorted(known))}")
@@ -175,7 +179,7 @@ def _resolve(bits: Bits | tuple[Bits, Bits] | None, quant: QuantConfig | None, o
 def _layer_kind(layer: Any) -> LayerKind:
     if not isinstance(layer, QuantLayer):
         return LayerKind(compat.layer_kind(layer), None)
-    return LayerKind("sliding-window" if layer.is_sliding else "full attention", layer.quant)
+    return LayerKind("sliding-window" if layer.is_sliding else "full attention", layer.stored_as)
 
 
 def _plain_memory(layer: Any) -> MemoryReport:

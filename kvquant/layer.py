@@ -38,6 +38,11 @@ class QuantLayer(DynamicLayer):
         self.is_initialized = True
 
     @property
+    def stored_as(self) -> QuantConfig:
+        """How its states are stored, or will be; of latents the RoPE part may be known to stay exact only then."""
+        return self.quant if self._states is None else self._states.config
+
+    @property
     def states(self) -> LayerStates:
         if self._states is None:
             raise ValueError("this layer has seen no tokens yet")

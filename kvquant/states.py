@@ -65,11 +65,8 @@ class LayerStates:
     def snapshot(self) -> Snapshot:
         """What is held now; the same object until something changes."""
         if self._last_snapshot is None:
-            buffers, length = self._tail.buffers, self._tail.length
-            window = self._window
-            self._last_snapshot = Snapshot(
-                self.config, self._settled, self._rows, self._sinks, self._pool, buffers, length, self._chunk, window
-            )
+            held = self._rows, self._sinks, self._pool, self._tail.buffers, self._tail.length, self._chunk
+            self._last_snapshot = Snapshot(self.config, self._settled, *held, self._window)
         return self._last_snapshot
 
     def append(self, key: Tensor, value: Tensor, positions: Tensor | None = None) -> Snapshot:
@@ -272,9 +269,8 @@ class LayerStates:
 
     def _layout_pool(self) -> PagePool:
         if self._pool is None:
-            tokens = self._window.most_held(self.config.max_length or 0, self.config)
-            num_pages = self.batch_size * (tokens // self.config.page_size)
-            self._pool = pool_for(self.config, *self._chunk, num_pages)
+            room = self._window.most_pages(self.batch_size, self.config)
+            self._pool = pool_for(self.config, *self._chunk, room)
         return self._pool
 
     def _trim_tail(self) -> None:

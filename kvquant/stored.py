@@ -70,10 +70,10 @@ def refuse_rest(tensors: dict[str, Tensor]) -> None:
 
 def _store_packed(layer: QuantLayer) -> Stored:
     layer.settle()
+    plain = {"quant": plain_config(layer.stored_as), "is_initialized": layer.is_initialized}
     if not layer.is_initialized:
-        return Stored({"quant": plain_config(layer.quant), "is_initialized": False}, {})
+        return Stored(plain, {})
     held = layer.states.snapshot()
-    plain = {"quant": plain_config(held.config), "is_initialized": True}
     number = {page: i for i, page in enumerate(dict.fromkeys(page for row in held.rows for page in row.pages))}
     table = torch.tensor([number[page] for row in held.rows for page in row.pages], dtype=torch.int32)
     tensors = {"starts": held.rows.starts, "num_pages": held.rows.num_pages, "page_table": table}
@@ -114,7 +114,8 @@ def _resumed(layer: P, stored: Stored, window: Window, device: torch.device) -> 
     if not window.reaches_back_to(tokens):
         raise ValueError(f"{window} in its description shows columns that are not held, at {tokens} tokens")
     chunk = KV(*(empty_like(part, 0) for part in tail))
-    pool, pages = _restored_pages(stored, sum(counts), config, chunk)
+    room = window.most_pages(len(starts), config)
+    pool, pages = _restored_pages(stored, sum(counts), config, chunk, room)
     rows = Rows(Row(start, tuple(islice(pages, n))) for start, n in zip(starts, counts, strict=True))
     has_sinks = rows.have_pages or "sinks.key" in stored.tensors
     sinks = stored.take_states("sinks", len(rows), config.sinks, device) if has_sinks else None
@@ -144,9 +145,9 @@ def _plain_records(held: Snapshot, pages: Sequence[Page]) -> Tensor:
 
 
 def _restored_pages(
-    stored: Stored, num_entries: int, config: QuantConfig, like: KV
+    stored: Stored, num_entries: int, config: QuantConfig, like: KV, room: int
 ) -> tuple[PagePool | None, Iterator[Page]]:
-    """A pool with the pages, and the pages in the order of the page table."""
+    """A pool with the pages and room for `room`, and the pages in the order of the page table."""
     table = stored.take("page_table", torch.int32, num_entries).tolist()
     if not table:
         return None, iter(())
@@ -154,7 +155,7 @@ def _restored_pages(
     records = stored.take("pages", torch.uint8, None, plain.page_bytes)
     if min(table) < 0 or max(table) >= len(records) or len(set(table)) < len(records):
         raise ValueError(f"its page table does not name each of {len(records)} pages, and no other")
-    pool = pool_for(config, *like, len(records))
+    pool = pool_for(config, *like, max(room, len(records)))
     pages: list[Page] = []
     for run in records.split(RUN_PAGES):
         # A copy, since a view into the file need not be aligned.

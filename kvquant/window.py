@@ -27,9 +27,12 @@ class Window(NamedTuple):
         """How many of `settled` columns the next token does not attend to."""
         return 0 if self.size is None else max(0, settled - self.size + 1)
 
-    def most_held(self, tokens: int, config: QuantConfig) -> int:
-        """How many of `tokens` tokens pages hold at most; of a window also those of a page that is hidden in part."""
-        return tokens if self.size is None else min(tokens, self.size + config.page_size)
+    def most_pages(self, num_rows: int, config: QuantConfig) -> int:
+        """The pages of rows of `max_length` tokens, 0 if that is open. A window has one more, shown in part."""
+        tokens = config.max_length or 0
+        if self.size is not None:
+            tokens = min(tokens, self.size + config.page_size)
+        return num_rows * (tokens // config.page_size)
 
     def reaches_back_to(self, settled: int) -> bool:
         """Whether all that a query after `settled` columns attends to is still held."""

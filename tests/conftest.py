@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -45,3 +46,9 @@ def text_ids(smollm2):
     from kvquant_evals.model import default_text
 
     return smollm2.encode(default_text())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a test may save a cache."""
+    return tmp_path / "prefix.safetensors"

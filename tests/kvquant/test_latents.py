@@ -32,6 +32,11 @@ def test_latents_are_packed_and_their_rope_part_is_exact(bits):
     assert not torch.equal(logits, full)
 
 
+def test_the_summary_says_that_the_rope_part_is_exact():
+    cache, _ = filled(QuantCache(bits=4, **SMALL_PAGES))
+    assert str(cache.summary()) == "2 layers: 2 full attention, packed (int4_per_channel / identity)"
+
+
 def test_the_rope_part_is_packed_on_request():
     for cache in (filled(QuantCache(bits=4, quantize_rope=on, **SMALL_PAGES))[0] for on in (False, True)):
         states = cache.layers[0].states

@@ -19,11 +19,6 @@ from kvquant import QuantCache, QuantConfig, QuantLayer, compat, storage
 from kvquant.formats import IDENTITY, IntegerGrid, QuantFormat
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "prefix.safetensors"
-
-
 def saved_and_loaded(cache, path, **options):
     cache.save(path)
     return QuantCache.load(path, **options)
@@ -69,6 +64,15 @@ CASES = [
     for attention in ("sdpa", "eager")
     if FAMILIES[family].limit(attention) is None
 ]
+
+
+@pytest.mark.parametrize("tokens", [20, 200], ids=["without_pages", "with_pages"])
+def test_the_room_for_a_maximal_length_is_allocated_again(tokens, path):
+    cache = QuantCache(bits=4, **(SMALL_PAGES | {"max_length": 3200}))
+    loaded = saved_and_loaded(fill(cache, tokens), path)
+    loaded.update(*torch.randn(2, 2, 2, 200, 64), 0)
+    loaded.layers[0].settle()
+    assert loaded.layers[0].states.snapshot().pool.capacity == 2 * 3200 // SMALL_PAGES["page_size"]
 
 
 class TestModels:

@@ -19,11 +19,6 @@ from kvquant.layout import PlainLayout
 VERSION_1 = Path(__file__).parent / "data" / "cache_v1.safetensors"
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "prefix.safetensors"
-
-
 def saved_and_loaded(cache, path, **options):
     cache.save(path)
     return QuantCache.load(path, **options)
