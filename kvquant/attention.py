@@ -18,8 +18,9 @@ from kvquant.kernel import choose
 from kvquant.rotation import rotate
 from kvquant.snapshot import RowGroup, Snapshot
 
-# Beyond this many queries, dequantizing a layer once and calling torch's own kernel is cheaper than page by page.
-LONG_CHUNK = 64
+# Beyond this many queries, dequantizing a layer once and calling torch's own kernel is cheaper than page by page. On a
+# GPU that is where they no longer fit one program, so that pages would be read again and again.
+LONG_CHUNK, LONG_CHUNK_ON_GPU = 64, 8
 
 # Pages whose numbers are unpacked at once: few enough to stay in a processor's cache, enough to keep the calls few.
 _PAGES_AT_ONCE = 4
@@ -59,15 +60,19 @@ def attend(states: Snapshot, call: AttentionCall) -> Tensor:
     _check(states, call)
     if states.is_exact or _wants_gradient(states, call):
         states = Snapshot.of(states.columns(0), states.columns(1))
-    if call.is_plain and (states.is_exact or call.query.shape[-2] > LONG_CHUNK):
+    if call.is_plain and (states.is_exact or _is_long(call)):
         return _attend_dequantized(states, call)
-    if states.hidden:
-        call = _with_hidden(call, states)
     kernel = None if states.is_exact else choose(states, call)
     if kernel is not None:
         return kernel.run(states, call).to(call.query.dtype)
+    if states.hidden:
+        call = with_hidden(call, states)
     with torch.autocast(call.query.device.type, enabled=False):  # which would round the products to 16 bits
         return _attend_plainly(states, call)
+
+
+def _is_long(call: AttentionCall) -> bool:
+    return call.query.shape[-2] > (LONG_CHUNK if call.query.device.type == "cpu" else LONG_CHUNK_ON_GPU)
 
 
 def _attend_plainly(states: Snapshot, call: AttentionCall) -> Tensor:
@@ -114,7 +119,7 @@ def _check_mask(mask: Tensor, rows: tuple[int, int, int], kv_len: int) -> None:
         raise ValueError(f"mask of shape {tuple(mask.shape)} cannot be broadcast to {[*rows, kv_len]}")
 
 
-def _with_hidden(call: AttentionCall, states: Snapshot) -> AttentionCall:
+def with_hidden(call: AttentionCall, states: Snapshot) -> AttentionCall:
     """The call with a mask that also covers the hidden columns, and hides them."""
     mask, hidden = call.mask, states.hidden
     if mask is None:

@@ -6,7 +6,9 @@ import importlib
 import logging
 import os
 import pkgutil
+from collections.abc import Iterator
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,7 +26,10 @@ _logger = logging.getLogger("kvquant")
 
 
 class AttentionKernel(Protocol):
-    """Attention on one type of device, over pages in a layout of its own."""
+    """Attention on one type of device, over pages in a layout of its own.
+
+    Of states with a window, `states.hidden` columns are hidden, and a call's mask covers the visible ones.
+    """
 
     @property
     def name(self) -> str: ...
@@ -50,14 +55,16 @@ class AttentionKernel(Protocol):
 
 @cache
 def discover() -> tuple[AttentionKernel, ...]:
-    """All kernels that are installed, whether or not they can run here.
+    """All kernels that are installed, whether or not they can run here: KERNEL of the modules of each family.
+
+    What such modules import when they are used, packages within a family for example, is not scanned.
 
     Raises ImportError, naming the file, for a kernel that cannot be imported or shares its name with another.
     """
     import kvquant_kernels
 
     found: dict[str, AttentionKernel] = {}
-    for info in pkgutil.walk_packages(kvquant_kernels.__path__, f"{kvquant_kernels.__name__}."):
+    for info in _modules_of_families(kvquant_kernels):
         kernel: AttentionKernel | None = getattr(importlib.import_module(info.name), "KERNEL", None)
         if kernel is None:
             continue
@@ -65,6 +72,12 @@ def discover() -> tuple[AttentionKernel, ...]:
             raise ImportError(f"{info.name} defines a second kernel named {kernel.name!r}")
         found[kernel.name] = kernel
     return tuple(found.values())
+
+
+def _modules_of_families(package: ModuleType) -> Iterator[pkgutil.ModuleInfo]:
+    for family in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        found = importlib.import_module(family.name)
+        yield from (info for info in pkgutil.iter_modules(found.__path__, f"{family.name}.") if not info.ispkg)
 
 
 def is_switched_off() -> bool:

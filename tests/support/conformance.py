@@ -22,7 +22,7 @@ def states_for(config, shape, starts=None, dtype=torch.float32, q_len=1, outlier
 
 def definition(snapshot, call):
     """Attention in float64 on the dequantized states, in one piece."""
-    exact = [_columns(snapshot, part) for part in (0, 1)]
+    exact = [_columns(snapshot, part)[:, :, snapshot.hidden :] for part in (0, 1)]
     n_rep = call.query.shape[1] // exact[0].shape[1]
     key, value = (states.repeat_interleave(n_rep, dim=1) for states in exact)
     scale = key.shape[-1] ** -0.5 if call.scale is None else call.scale
@@ -42,7 +42,7 @@ def definition(snapshot, call):
 
 def _columns(snapshot, part):
     """The states in float64, page contents not rounded to the model's dtype."""
-    out = snapshot.columns(part).double()
+    out = snapshot.columns(part, 0).double()
     codec, config = snapshot.config.codec(part), snapshot.config
     for group in snapshot.groups():
         if group.num_pages:

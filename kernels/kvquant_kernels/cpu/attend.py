@@ -11,7 +11,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from kvquant.attention import AttentionCall
+from kvquant.attention import AttentionCall, with_hidden
 from kvquant.config import QuantConfig
 from kvquant.layout import PageLayout, PagePart
 from kvquant.snapshot import KV, Snapshot
@@ -60,7 +60,7 @@ class CpuAttention:
         """The attention output [B, Hq, Q, Dv] in the query's dtype, by the best variant here unless told otherwise."""
         native = library.load()
         assert isinstance(native, library.Library)
-        arguments = _Arguments(states, call)
+        arguments = _Arguments(states, with_hidden(call, states) if states.hidden else call)
         native.attend(arguments.structure, variant)
         return arguments.out
 

@@ -1,0 +1,124 @@
+"""Materializing: pages back to 16-bit states in the model's basis, for chunks too long to attend page by page."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvquant.codec import StateCodec
+from kvquant_kernels.triton import constants, launch
+from kvquant_kernels.triton.attend import basis_on
+from kvquant_kernels.triton.layout import PartLayout, code_name
+from kvquant_kernels.triton.ops import tiles
+
+
+def materialize(records: Tensor, part: PartLayout, codec: StateCodec, dtype: torch.dtype) -> Tensor:
+    """The states [pages, H, page_size, D] of records int32 [pages, H, words of a head], rotated back."""
+    (heads, size, dim), channels, fmt = part.shape, part.channels, part.fmt
+    out = torch.empty(records.shape[0], heads, size, dim, dtype=dtype, device=records.device)
+    code = constants.CODES[code_name(fmt)]
+    with launch.device_of(records):
+        _materialize_kernel[(records.shape[0], heads, part.num_blocks)](
+            records,
+            basis_on(channels, codec.rotated, records.device),
+            out,
+            *records.stride()[:2],
+            *out.stride()[:2],
+            channels.basis_factor(codec.rotated),
+            HEAD_DIM=dim,
+            BLOCK_D=max(16, launch.power_of_two(dim)),
+            CODE=code_name(fmt),
+            IS_KEY=part.is_key,
+            PER_CHANNEL=part.is_per_channel,
+            BLOCKS=part.blocks_per_word,
+            BLOCK=part.tokens,
+            PAGE_SIZE=size,
+            PARTS=channels.num_parts,
+            WIDTH=channels.width,
+            GROUPS=channels.num_groups,
+            OFFSET=code.base + fmt.grid.half_width if code.base else 0.0,
+            UNIT=code.unit,
+            CODES=part.first,
+            SCALES=part.scales,
+            USE_ASM=records.is_cuda and torch.version.hip is None,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
+def _materialize_kernel(
+    records_ptr,
+    basis_ptr,
+    out_ptr,
+    stride_rp,
+    stride_rh,
+    stride_op,
+    stride_oh,
+    basis_factor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CODE: tl.constexpr,
+    IS_KEY: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    UNIT: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
+    USE_ASM: tl.constexpr,
+):
+    """grid: (pages, H, blocks of tokens). One program restores the keys, or the values, of one block and head."""
+    page = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(2)
+    record_ptr = records_ptr + page * stride_rp + head * stride_rh
+    PER_GROUP: tl.constexpr = PARTS // GROUPS
+    ROWS: tl.constexpr = BLOCK if IS_KEY else WIDTH
+    COLS: tl.constexpr = (WIDTH if IS_KEY else BLOCK) // 2
+    tile_ptr = record_ptr + CODES + block // BLOCKS * (PARTS // 2 * ROWS * COLS)
+    words = tiles.load_words(tile_ptr, PARTS // 2, ROWS, COLS)
+    offs_t = tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, BLOCK_D)
+    is_channel = offs_d < HEAD_DIM
+    out = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    for g in tl.static_range(GROUPS):
+        partial = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+        base = tl.zeros([BLOCK_D], tl.float32)
+        for j in tl.static_range(PER_GROUP):
+            offs_p = (g * PER_GROUP + j) * WIDTH + tl.arange(0, WIDTH)
+            basis_offs = offs_p[:, None] * HEAD_DIM + offs_d[None, :]
+            basis = tl.load(basis_ptr + basis_offs, mask=is_channel[None, :], other=0).to(
+                tl.float32
+            )  # [WIDTH, BLOCK_D]
+            if PER_CHANNEL:
+                scale, zero = tiles.load_scales(record_ptr + SCALES + offs_p)
+                base += tl.sum(basis * zero[:, None], 0)
+                basis = basis * scale[:, None]
+            else:
+                base += tl.sum(basis, 0)
+            shifted = words[(g * PER_GROUP + j) // 2]
+            if BLOCKS > 1:
+                shifted = shifted >> (block % BLOCKS * (16 // BLOCKS))
+            numbers = (
+                tiles.field(shifted, (g * PER_GROUP + j) % 2, CODE, USE_ASM, ROWS, COLS * 2).to(tl.float32) - OFFSET
+            )
+            if not IS_KEY:
+                numbers = tl.trans(numbers)
+            # Numbers, signs and float16 scales are exact in float16, and so are their products in float32.
+            partial = tl.dot(numbers.to(tl.float16), basis.to(tl.float16), partial)
+        if PER_CHANNEL:
+            out += partial * UNIT + base[None, :]
+        else:
+            scale, zero = tiles.load_scales(record_ptr + SCALES + g * PAGE_SIZE + block * BLOCK + offs_t)
+            out += partial * (scale * UNIT)[:, None] + zero[:, None] * base[None, :]
+    out = out * basis_factor
+    at = page * stride_op + head * stride_oh + (block * BLOCK + offs_t)[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=is_channel[None, :])
