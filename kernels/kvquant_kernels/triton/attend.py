@@ -149,8 +149,8 @@ class Operands(NamedTuple):
 
     @property
     def score_scale(self) -> float:
-        """Of products of exact keys, into scores in base 2."""
-        return self.scale * math.log2(math.e)
+        """Of products of exact keys, into scores in base 2; if there is a softcap c, into 2 / c of them."""
+        return self.scale * math.log2(math.e) * (1.0 if self.softcap is None else 2.0 / self.softcap)
 
     @property
     def page_scale(self) -> float:

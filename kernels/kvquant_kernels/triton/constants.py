@@ -9,24 +9,29 @@ from kvquant_kernels.triton.layout import PartLayout, TritonLayout, code_name
 
 
 class Code(NamedTuple):
-    """How a code stands in a 16-bit float operand: as base + code for integers, as value / unit for FP8.
+    """How a code stands in a float16 operand: as base + unit * code for integers, as value / scale for FP8.
 
-    key_boost, value_boost: powers of two that keep the products of queries or weights with scales clear of float16's
-    subnormal numbers; bfloat16 needs none.
+    The unit is the product of one for the part of the channels and one for the block of tokens (cyclic), which follow
+    from where the code lies in its byte. key_boost, value_boost: powers of two that keep the products of queries or
+    weights with scales clear of float16's subnormal numbers.
     """
 
+    bits: int
     base: float = 0.0
-    unit: float = 1.0
+    scale: float = 1.0
+    part_units: tuple[int, int] = (1, 1)
+    block_units: tuple[int, ...] = (1,)
     key_boost: float = 1.0
     value_boost: float = 1.0
 
 
+# Values may be 2e5 wide, times their boost, before the product of a weight and a scale leaves float16.
 CODES = {
-    "int8": Code(base=1024.0, key_boost=2.0**6, value_boost=2.0**6),
-    "e4m3": Code(unit=2.0**8, key_boost=2.0**6, value_boost=2.0**6),
-    "e5m2": Code(key_boost=2.0**14, value_boost=2.0**6),
-    "int4": Code(base=128.0),
-    "int2": Code(base=128.0),
+    "int8": Code(8, base=1024.0, key_boost=2.0**6, value_boost=2.0**6),
+    "int4": Code(4, base=1024.0, part_units=(1, 16), key_boost=2.0**2, value_boost=2.0**2),
+    "int2": Code(2, base=1024.0, part_units=(1, 4), block_units=(1, 16)),
+    "e4m3": Code(8, scale=2.0**8, key_boost=2.0**6, value_boost=2.0**6),
+    "e5m2": Code(8, key_boost=2.0**14, value_boost=2.0**6),
 }
 
 
@@ -45,9 +50,9 @@ def page_constants(layout: TritonLayout) -> dict[str, Any]:
         "V_CODES": value.first,
         "V_SCALES": value.scales,
         "PARTIAL_DIM": partial_dim(layout),
-        "K_FACTOR": CODES[code_name(key.fmt)].unit / key_boost(key),
+        "K_FACTOR": CODES[code_name(key.fmt)].scale / key_boost(key),
         "V_BOOST": CODES[code_name(value.fmt)].value_boost,
-        "V_FACTOR": CODES[code_name(value.fmt)].unit / CODES[code_name(value.fmt)].value_boost,
+        "V_FACTOR": CODES[code_name(value.fmt)].scale / CODES[code_name(value.fmt)].value_boost,
         **_part_constants("K", key),
         **_part_constants("V", value),
     }
@@ -64,12 +69,11 @@ def key_boost(key: PartLayout) -> float:
 
 
 def _part_constants(prefix: str, part: PartLayout) -> dict[str, Any]:
-    code = CODES[code_name(part.fmt)]
     return {
         f"{prefix}_CODE": code_name(part.fmt),
         f"{prefix}_PER_CHANNEL": part.is_per_channel,
         f"{prefix}_PARTS": part.channels.num_parts,
         f"{prefix}_WIDTH": part.channels.width,
         f"{prefix}_GROUPS": part.channels.num_groups,
-        f"{prefix}_OFFSET": code.base + part.fmt.grid.half_width if code.base else 0.0,
+        f"{prefix}_MIDDLE": part.fmt.grid.half_width if CODES[code_name(part.fmt)].base else 0.0,
     }

@@ -16,9 +16,11 @@ elif not HAS_GPU:
     interpreter.install()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def device():
-    return torch.device("cuda" if HAS_GPU else "cpu")
+    """Where tests make their tensors, unless they say otherwise."""
+    with torch.device("cuda" if HAS_GPU else "cpu") as chosen:
+        yield chosen
 
 
 @pytest.fixture(autouse=True)

@@ -35,6 +35,7 @@ def combine(operands: Operands, partial: Tensor, weights: Tensor, out: Tensor) -
         POSITIONS=value.channels.padded,
         PARTIAL_DIM=constants.partial_dim(operands.layout),
         HAS_SINK_LOGITS=operands.sink_logits is not None,
+        enable_fp_fusion=True,
     )
 
 

@@ -69,6 +69,7 @@ def _partial_results(operands: Operands) -> tuple[Tensor, Tensor]:
         **call_constants(operands, chosen, block_r),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
+        enable_fp_fusion=True,
     )
     return partial, weights
 
@@ -82,6 +83,7 @@ def call_constants(operands: Operands, chosen: launch.Launch, block_r: int) -> d
         "BLOCK_T": chosen.exact_tokens,
         "NUM_SINKS": operands.num_sinks,
         "MASK": "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "float",
+        "MASK_IS_SHARED": mask is None or mask.shape[1:3] == (1, 1),
         "HAS_WINDOW": operands.has_window,
         "HAS_SOFTCAP": operands.softcap is not None,
         "USE_ASM": operands.query.is_cuda and torch.version.hip is None,
@@ -149,18 +151,19 @@ def _decode_kernel(
     K_PARTS: tl.constexpr,
     K_WIDTH: tl.constexpr,
     K_GROUPS: tl.constexpr,
-    K_OFFSET: tl.constexpr,
+    K_MIDDLE: tl.constexpr,
     K_FACTOR: tl.constexpr,
     V_CODE: tl.constexpr,
     V_PER_CHANNEL: tl.constexpr,
     V_PARTS: tl.constexpr,
     V_WIDTH: tl.constexpr,
     V_GROUPS: tl.constexpr,
-    V_OFFSET: tl.constexpr,
+    V_MIDDLE: tl.constexpr,
     V_BOOST: tl.constexpr,
     V_FACTOR: tl.constexpr,
     PARTIAL_DIM: tl.constexpr,
     MASK: tl.constexpr,
+    MASK_IS_SHARED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     USE_ASM: tl.constexpr,
@@ -181,16 +184,12 @@ def _decode_kernel(
     row = (tl.program_id(1) % num_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = row < num_rows
     q_head = head * num_rep + row // q_len
-    offs_d = tl.arange(0, BLOCK_DK)
-    q = tl.load(
-        q_ptr + b * stride_qb + (q_head * stride_qh + (row % q_len) * stride_qq)[None, :] + offs_d[:, None],
-        mask=is_row[None, :] & (offs_d < HEAD_DIM_K)[:, None],
-        other=0.0,
-    )  # [BLOCK_DK, BLOCK_R]
+    q_row_ptr = q_ptr + b * stride_qb + (q_head * stride_qh + (row % q_len) * stride_qq)
     # Rows beyond the last read the mask of the last.
     mask_row = tl.minimum(row, num_rows - 1)
-    mask_row_ptr = mask_ptr + b * stride_mb + (head * num_rep + mask_row // q_len) * stride_mh
-    mask_row_ptr += (mask_row % q_len) * stride_mq
+    mask_row_ptr = mask_ptr + b * stride_mb
+    if not MASK_IS_SHARED:
+        mask_row_ptr += (head * num_rep + mask_row // q_len) * stride_mh + (mask_row % q_len) * stride_mq
 
     start = tl.load(rows_ptr + 2 * b)
     num_pages = tl.load(rows_ptr + 2 * b + 1)
@@ -207,7 +206,7 @@ def _decode_kernel(
         share = tl.cdiv(num_pages - first, num_splits)
         first += pid_split * share
         attend_pages(
-            q,
+            q_row_ptr,
             basis_ptr,
             pool_ptr + head * HEAD_WORDS,
             slots_ptr + b * stride_slots,
@@ -236,17 +235,18 @@ def _decode_kernel(
             K_PARTS,
             K_WIDTH,
             K_GROUPS,
-            K_OFFSET,
+            K_MIDDLE,
             K_FACTOR,
             V_CODE,
             V_PER_CHANNEL,
             V_PARTS,
             V_WIDTH,
             V_GROUPS,
-            V_OFFSET,
+            V_MIDDLE,
             V_BOOST,
             V_FACTOR,
             MASK,
+            MASK_IS_SHARED,
             HAS_WINDOW,
             HAS_SOFTCAP,
             USE_ASM,
@@ -259,6 +259,9 @@ def _decode_kernel(
         tail_share = tl.cdiv(tl.cdiv(settled - tail_first, BLOCK_T), NUM_EXACT) * BLOCK_T
         is_last = part == NUM_EXACT - 1
         place = b * num_heads + head
+        offs_d = tl.arange(0, BLOCK_DK)
+        is_channel = offs_d < HEAD_DIM_K
+        q = tl.load(q_row_ptr[None, :] + offs_d[:, None], mask=is_channel[:, None] & is_row[None, :], other=0.0)
         m = tl.full([BLOCK_R], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_R], tl.float32)
         acc = tl.zeros([BLOCK_DV, BLOCK_R], tl.float32)
@@ -296,6 +299,7 @@ def _decode_kernel(
                 HEAD_DIM_K,
                 HEAD_DIM_V,
                 MASK,
+                MASK_IS_SHARED,
                 HAS_WINDOW,
                 HAS_SOFTCAP,
             )

@@ -29,6 +29,7 @@ def attend_exact(
     HEAD_DIM_K: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     MASK: tl.constexpr,
+    MASK_IS_SHARED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
@@ -55,7 +56,7 @@ def attend_exact(
         columns = column + t + offs_t
         if HAS_WINDOW:
             is_token = is_token & (columns >= first_visible)
-        s = tiles.masked_scores(s, columns, is_token, mask_row_ptr, mask_stride, MASK)
+        s = tiles.masked_scores(s, columns, is_token, mask_row_ptr, mask_stride, MASK, MASK_IS_SHARED)
         m_new = tl.maximum(m, tl.max(s, 0))
         shift = tiles.shift_of(m_new)
         p = tl.exp2(s - shift[None, :])

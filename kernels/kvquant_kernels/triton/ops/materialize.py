@@ -38,12 +38,13 @@ def materialize(records: Tensor, part: PartLayout, codec: StateCodec, dtype: tor
             PARTS=channels.num_parts,
             WIDTH=channels.width,
             GROUPS=channels.num_groups,
-            OFFSET=code.base + fmt.grid.half_width if code.base else 0.0,
-            UNIT=code.unit,
+            MIDDLE=fmt.grid.half_width if code.base else 0.0,
+            FACTOR=code.scale,
             CODES=part.first,
             SCALES=part.scales,
             USE_ASM=records.is_cuda and torch.version.hip is None,
-            num_warps=4,
+            num_warps=max(4, part.tokens * launch.power_of_two(dim) // 2048),
+            enable_fp_fusion=True,
         )
     return out
 
@@ -69,8 +70,8 @@ def _materialize_kernel(
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    UNIT: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    FACTOR: tl.constexpr,
     CODES: tl.constexpr,
     SCALES: tl.constexpr,
     USE_ASM: tl.constexpr,
@@ -107,18 +108,18 @@ def _materialize_kernel(
             shifted = words[(g * PER_GROUP + j) // 2]
             if BLOCKS > 1:
                 shifted = shifted >> (block % BLOCKS * (16 // BLOCKS))
-            numbers = (
-                tiles.field(shifted, (g * PER_GROUP + j) % 2, CODE, USE_ASM, ROWS, COLS * 2).to(tl.float32) - OFFSET
-            )
+            numbers = tiles.field(shifted, (g * PER_GROUP + j) % 2, 0, CODE, USE_ASM, ROWS, COLS * 2).to(tl.float32)
+            numbers -= tiles.offset(CODE, g * PER_GROUP + j, 0, MIDDLE)
+            numbers *= 1.0 / tiles.part_unit(CODE, g * PER_GROUP + j)
             if not IS_KEY:
                 numbers = tl.trans(numbers)
             # Numbers, signs and float16 scales are exact in float16, and so are their products in float32.
             partial = tl.dot(numbers.to(tl.float16), basis.to(tl.float16), partial)
         if PER_CHANNEL:
-            out += partial * UNIT + base[None, :]
+            out += partial * FACTOR + base[None, :]
         else:
             scale, zero = tiles.load_scales(record_ptr + SCALES + g * PAGE_SIZE + block * BLOCK + offs_t)
-            out += partial * (scale * UNIT)[:, None] + zero[:, None] * base[None, :]
+            out += partial * (scale * FACTOR)[:, None] + zero[:, None] * base[None, :]
     out = out * basis_factor
     at = page * stride_op + head * stride_oh + (block * BLOCK + offs_t)[:, None] * HEAD_DIM + offs_d[None, :]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=is_channel[None, :])

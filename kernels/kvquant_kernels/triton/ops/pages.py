@@ -12,7 +12,7 @@ from kvquant_kernels.triton.ops import tiles
 
 @triton.jit
 def attend_pages(
-    q,
+    q_row_ptr,
     basis_ptr,
     head_ptr,
     slots_ptr,
@@ -41,17 +41,18 @@ def attend_pages(
     K_PARTS: tl.constexpr,
     K_WIDTH: tl.constexpr,
     K_GROUPS: tl.constexpr,
-    K_OFFSET: tl.constexpr,
+    K_MIDDLE: tl.constexpr,
     K_FACTOR: tl.constexpr,
     V_CODE: tl.constexpr,
     V_PER_CHANNEL: tl.constexpr,
     V_PARTS: tl.constexpr,
     V_WIDTH: tl.constexpr,
     V_GROUPS: tl.constexpr,
-    V_OFFSET: tl.constexpr,
+    V_MIDDLE: tl.constexpr,
     V_BOOST: tl.constexpr,
     V_FACTOR: tl.constexpr,
     MASK: tl.constexpr,
+    MASK_IS_SHARED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     USE_ASM: tl.constexpr,
@@ -59,9 +60,11 @@ def attend_pages(
 ):
     """Attention to pages first..last-1 of one row and head; stores its partial output, in positions, with m and l."""
     BLOCK: tl.constexpr = PAGE_SIZE // NUM_BLOCKS
-    K_BLOCKS: tl.constexpr = 2 if K_CODE == "int4" else (4 if K_CODE == "int2" else 1)
-    V_BLOCKS: tl.constexpr = 2 if V_CODE == "int4" else (4 if V_CODE == "int2" else 1)
-    factors = _query_factors(q, basis_ptr, page_scale, BLOCK_DK, HEAD_DIM_K, K_PARTS, K_WIDTH)
+    K_BLOCKS: tl.constexpr = tiles.blocks_of(K_CODE)
+    V_BLOCKS: tl.constexpr = tiles.blocks_of(V_CODE)
+    factors = _query_factors(
+        q_row_ptr, is_row, basis_ptr, page_scale, K_CODE, BLOCK_DK, HEAD_DIM_K, K_PARTS, K_WIDTH, BLOCK_R
+    )
     offs_t = tl.arange(0, BLOCK)
     m = tl.full([BLOCK_R], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_R], tl.float32)
@@ -74,13 +77,13 @@ def attend_pages(
         words = tiles.load_words(record_ptr, NUM_BLOCKS // K_BLOCKS * (K_PARTS // 2), BLOCK, K_WIDTH // 2)
         if K_PER_CHANNEL:
             scores = _scores_per_channel(
-                words, record_ptr + K_SCALES, factors, NUM_BLOCKS, K_BLOCKS, K_CODE, K_PARTS, K_WIDTH, K_OFFSET,
+                words, record_ptr + K_SCALES, factors, NUM_BLOCKS, K_CODE, K_PARTS, K_WIDTH, K_MIDDLE,
                 K_FACTOR, USE_ASM, BLOCK, BLOCK_R,
             )  # fmt: skip
         else:
             scores = _scores_per_token(
-                words, record_ptr + K_SCALES, factors, NUM_BLOCKS, K_BLOCKS, K_CODE, K_PARTS, K_WIDTH, K_GROUPS,
-                K_OFFSET, K_FACTOR, USE_ASM, BLOCK, BLOCK_R, PAGE_SIZE,
+                words, record_ptr + K_SCALES, factors, NUM_BLOCKS, K_CODE, K_PARTS, K_WIDTH, K_GROUPS,
+                K_MIDDLE, K_FACTOR, USE_ASM, BLOCK, BLOCK_R, PAGE_SIZE,
             )  # fmt: skip
         masked = ()
         for t in tl.static_range(NUM_BLOCKS):
@@ -89,7 +92,9 @@ def attend_pages(
                 s = tiles.softcap_scores(s, softcap)
             if HAS_WINDOW or MASK != "none":
                 columns = first_page_column + page * PAGE_SIZE + t * BLOCK + offs_t
-                s = tiles.masked_scores(s, columns, columns >= first_visible, mask_row_ptr, mask_stride, MASK)
+                s = tiles.masked_scores(
+                    s, columns, columns >= first_visible, mask_row_ptr, mask_stride, MASK, MASK_IS_SHARED
+                )
             masked = masked + (s,)
         top = masked[0]
         for t in tl.static_range(1, NUM_BLOCKS):
@@ -108,109 +113,114 @@ def attend_pages(
         words = tiles.load_words(record_ptr + V_CODES, NUM_BLOCKS // V_BLOCKS * (V_PARTS // 2), V_WIDTH, BLOCK // 2)
         if V_PER_CHANNEL:
             acc = _sums_per_channel(
-                words, record_ptr + V_SCALES, weights, acc, keep, NUM_BLOCKS, V_BLOCKS, V_CODE, V_PARTS, V_WIDTH,
-                V_OFFSET, V_BOOST, USE_ASM, BLOCK, BLOCK_R,
+                words, record_ptr + V_SCALES, weights, acc, keep, NUM_BLOCKS, V_CODE, V_PARTS, V_WIDTH,
+                V_MIDDLE, V_BOOST, USE_ASM, BLOCK, BLOCK_R,
             )  # fmt: skip
         else:
             acc = _sums_per_token(
-                words, record_ptr + V_SCALES, weights, acc, keep, NUM_BLOCKS, V_BLOCKS, V_CODE, V_PARTS, V_WIDTH,
-                V_GROUPS, V_OFFSET, V_BOOST, USE_ASM, BLOCK, PAGE_SIZE,
+                words, record_ptr + V_SCALES, weights, acc, keep, NUM_BLOCKS, V_CODE, V_PARTS, V_WIDTH,
+                V_GROUPS, V_MIDDLE, V_BOOST, USE_ASM, BLOCK, PAGE_SIZE,
             )  # fmt: skip
     for i in tl.static_range(V_PARTS):
         at = partial_row_ptr[None, :] + (i * V_WIDTH + tl.arange(0, V_WIDTH))[:, None]
-        tl.store(at, acc[i] * V_FACTOR, mask=is_row[None, :])
+        tl.store(at, acc[i] * (V_FACTOR / tiles.part_unit(V_CODE, i)), mask=is_row[None, :])
     tl.store(weight_row_ptr, m, mask=is_row)
     tl.store(weight_row_ptr + 1, l, mask=is_row)
 
 
 @triton.jit
 def _query_factors(
-    q, basis_ptr, page_scale, BLOCK_DK: tl.constexpr, HEAD_DIM_K: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Queries [BLOCK_DK, R] in the positions and the basis of the pages, times page_scale: parts float32 [WIDTH, R]."""
-    offs_d = tl.arange(0, BLOCK_DK)
+    q_row_ptr, is_row, basis_ptr, page_scale, CODE: tl.constexpr, BLOCK_DK: tl.constexpr, HEAD_DIM_K: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Queries of rows [R] in the positions and the basis of the pages, as parts float32 [WIDTH, R].
+
+    They are multiplied by page_scale, and divided by the unit of the part's codes.
+    """
+    CHUNK: tl.constexpr = min(32, BLOCK_DK)  # of channels: few enough for a tile of the basis to fit beside the rest
     factors = ()
     for i in tl.static_range(PARTS):
-        offs = (i * WIDTH + tl.arange(0, WIDTH))[:, None] * HEAD_DIM_K + offs_d[None, :]
-        basis = tl.load(basis_ptr + offs, mask=(offs_d < HEAD_DIM_K)[None, :], other=0)
-        # Entries are 0, 1 or -1: every product is exact.
-        factors = factors + (tl.dot(basis.to(q.dtype), q) * page_scale,)
+        factor = tl.zeros([WIDTH, BLOCK_R], tl.float32)
+        for d in range(0, HEAD_DIM_K, CHUNK):
+            offs_d = d + tl.arange(0, CHUNK)
+            is_channel = offs_d < HEAD_DIM_K
+            q = tl.load(q_row_ptr[None, :] + offs_d[:, None], mask=is_channel[:, None] & is_row[None, :], other=0.0)
+            offs = (i * WIDTH + tl.arange(0, WIDTH))[:, None] * HEAD_DIM_K + offs_d[None, :]
+            basis = tl.load(basis_ptr + offs, mask=is_channel[None, :], other=0)
+            factor = tl.dot(basis.to(q.dtype), q, factor)  # entries are 0, 1 or -1: every product is exact
+        factors = factors + (factor * (page_scale * (1.0 / tiles.part_unit(CODE, i))),)
     return factors
 
 
 @triton.jit
-def _operand(x, CODE: tl.constexpr):
-    """x in the dtype in which codes are multiplied."""
-    return x.to(tl.bfloat16 if CODE == "int4" or CODE == "int2" else tl.float16)
-
-
-@triton.jit
 def _scores_per_channel(
-    words, scales_ptr, factors, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr, USE_ASM: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    words, scales_ptr, factors, NUM_BLOCKS: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    MIDDLE: tl.constexpr, FACTOR: tl.constexpr, USE_ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK, R] of each block of tokens, for keys with a scale per channel, which goes into the query.
 
-    What codes have too much, OFFSET, leaves by sums over the rounded products of query and scale.
+    What the floats of codes have too much leaves by sums over the rounded products of query and scale.
     """
-    scaled = ()
+    BLOCKS: tl.constexpr = tiles.blocks_of(CODE)
+    scaled, sums = (), ()
     bias = tl.zeros([WIDTH, BLOCK_R], tl.float32)
     for i in tl.static_range(PARTS):
         scale, zero = tiles.load_scales(scales_ptr + i * WIDTH + tl.arange(0, WIDTH))
-        x = _operand(factors[i] * scale[:, None], CODE)
-        if OFFSET != 0.0:
-            bias += factors[i] * zero[:, None] - OFFSET * x.to(tl.float32)
+        x = (factors[i] * scale[:, None]).to(tl.float16)
         scaled = scaled + (x,)
-    if OFFSET != 0.0:
-        shift = tl.sum(bias, 0) * FACTOR
+        if MIDDLE != 0.0:
+            zero *= tiles.part_unit(CODE, i)
+            bias += factors[i] * zero[:, None]
+            sums = sums + (tiles.column_sums(x, WIDTH),)
+    if MIDDLE != 0.0:
+        total = tl.sum(bias, 0)
     scores = ()
     for t in tl.static_range(NUM_BLOCKS):
         s = tl.zeros([BLOCK, BLOCK_R], tl.float32)
         for i in tl.static_range(PARTS):
             w = words[t // BLOCKS * (PARTS // 2) + i // 2]
-            k = tiles.field(w, t % BLOCKS * 2 + i % 2, CODE, USE_ASM, BLOCK, WIDTH)
-            s = tl.dot(k, scaled[i], s)
-        if FACTOR != 1.0:
-            s = s * FACTOR
-        if OFFSET != 0.0:
-            s = s + shift[None, :]
+            s = tl.dot(tiles.field(w, i % 2, t % BLOCKS, CODE, USE_ASM, BLOCK, WIDTH), scaled[i], s)
+        if FACTOR != tiles.block_unit(CODE, t):
+            s = s * (FACTOR / tiles.block_unit(CODE, t))
+        if MIDDLE != 0.0:
+            excess = tiles.offset(CODE, 0, t, MIDDLE) / tiles.block_unit(CODE, t) * sums[0]
+            for i in tl.static_range(1, PARTS):
+                excess += tiles.offset(CODE, i, t, MIDDLE) / tiles.block_unit(CODE, t) * sums[i]
+            s = s + ((total - tiles.any_row(excess)) * FACTOR)[None, :]
         scores = scores + (s,)
     return scores
 
 
 @triton.jit
 def _scores_per_token(
-    words, scales_ptr, factors, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, GROUPS: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr, USE_ASM: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    words, scales_ptr, factors, NUM_BLOCKS: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr, MIDDLE: tl.constexpr, FACTOR: tl.constexpr, USE_ASM: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK, R] of each block of tokens, for keys with a scale per token and group of channels."""
-    # Parts that fill a group; the last parts of all may be padding.
-    PER_GROUP: tl.constexpr = PARTS // GROUPS
+    BLOCKS: tl.constexpr = tiles.blocks_of(CODE)
+    PER_GROUP: tl.constexpr = PARTS // GROUPS  # one part of all may be left over, which is padding
     rounded = ()
     for i in tl.static_range(PARTS):
-        rounded = rounded + (_operand(factors[i], CODE),)
+        rounded = rounded + (factors[i].to(tl.float16),)
     scores = ()
     for t in tl.static_range(NUM_BLOCKS):
         s = tl.zeros([BLOCK, BLOCK_R], tl.float32)
         for g in tl.static_range(GROUPS):
             dot = tl.zeros([BLOCK, BLOCK_R], tl.float32)
-            if OFFSET != 0.0:
-                rounded_sum = tl.zeros([WIDTH, BLOCK_R], tl.float32)
-                exact_sum = tl.zeros([WIDTH, BLOCK_R], tl.float32)
-            for j in tl.static_range(PER_GROUP):
-                w = words[t // BLOCKS * (PARTS // 2) + (g * PER_GROUP + j) // 2]
-                k = tiles.field(w, t % BLOCKS * 2 + (g * PER_GROUP + j) % 2, CODE, USE_ASM, BLOCK, WIDTH)
-                dot = tl.dot(k, rounded[g * PER_GROUP + j], dot)
-                if OFFSET != 0.0:
-                    rounded_sum += rounded[g * PER_GROUP + j].to(tl.float32)
-                    exact_sum += factors[g * PER_GROUP + j]
+            for i in tl.static_range(g * PER_GROUP, (g + 1) * PER_GROUP):
+                w = words[t // BLOCKS * (PARTS // 2) + i // 2]
+                dot = tl.dot(tiles.field(w, i % 2, t % BLOCKS, CODE, USE_ASM, BLOCK, WIDTH), rounded[i], dot)
             scale, zero = tiles.load_scales(scales_ptr + g * PAGE_SIZE + t * BLOCK + tl.arange(0, BLOCK))
-            if OFFSET != 0.0:
-                dot = dot - (OFFSET * tl.sum(rounded_sum, 0))[None, :]
-                s += zero[:, None] * tl.sum(exact_sum, 0)[None, :]
-            s += scale[:, None] * dot
+            if MIDDLE != 0.0:
+                excess = tl.zeros([WIDTH, BLOCK_R], tl.float32)
+                total = tl.zeros([WIDTH, BLOCK_R], tl.float32)
+                for i in tl.static_range(g * PER_GROUP, (g + 1) * PER_GROUP):
+                    excess += tiles.offset(CODE, i, t, MIDDLE) * rounded[i].to(tl.float32)
+                    total += tiles.part_unit(CODE, i) * factors[i]
+                dot = dot - tl.sum(excess, 0)[None, :]
+                s += zero[:, None] * tl.sum(total, 0)[None, :]
+            s += scale[:, None] * (dot * (1.0 / tiles.block_unit(CODE, t)))
         if FACTOR != 1.0:
             s = s * FACTOR
         scores = scores + (s,)
@@ -219,36 +229,40 @@ def _scores_per_token(
 
 @triton.jit
 def _sums_per_token(
-    words, scales_ptr, weights, acc, keep, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, CODE: tl.constexpr,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, OFFSET: tl.constexpr, BOOST: tl.constexpr,
-    USE_ASM: tl.constexpr, BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    words, scales_ptr, weights, acc, keep, NUM_BLOCKS: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, MIDDLE: tl.constexpr, BOOST: tl.constexpr, USE_ASM: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """acc * keep plus the sums of a page's values, with a scale per token and group, which goes into the weights."""
+    """acc * keep plus the sums of a page's values, with a scale per token and group, which goes into the weights.
+
+    Sums are in the units of their parts.
+    """
+    BLOCKS: tl.constexpr = tiles.blocks_of(CODE)
     PER_GROUP: tl.constexpr = PARTS // GROUPS
     sums = ()
     for g in tl.static_range(GROUPS):
-        scaled = ()
+        scaled, column_sums = (), ()
         bias = tl.zeros_like(weights[0])
         for t in tl.static_range(NUM_BLOCKS):
             scale, zero = tiles.load_scales(scales_ptr + g * PAGE_SIZE + t * BLOCK + tl.arange(0, BLOCK))
-            if BOOST != 1.0:
-                scale *= BOOST
-            x = _operand(weights[t] * scale[:, None], CODE)
-            if OFFSET != 0.0:
-                if BOOST != 1.0:
-                    zero *= BOOST
-                bias += weights[t] * zero[:, None] - OFFSET * x.to(tl.float32)
+            scale *= BOOST / tiles.block_unit(CODE, t)
+            x = (weights[t] * scale[:, None]).to(tl.float16)
             scaled = scaled + (x,)
-        if OFFSET != 0.0:
-            shift = tl.sum(bias, 0)
-        for j in tl.static_range(PER_GROUP):
-            a = acc[g * PER_GROUP + j] * keep[None, :]
-            if OFFSET != 0.0:
-                a += shift[None, :]
+            if MIDDLE != 0.0:
+                bias += weights[t] * zero[:, None]
+                column_sums = column_sums + (tiles.column_sums(x, BLOCK),)
+        if MIDDLE != 0.0:
+            total = tl.sum(bias, 0) * BOOST
+        for i in tl.static_range(g * PER_GROUP, (g + 1) * PER_GROUP):
+            a = acc[i] * keep[None, :]
+            if MIDDLE != 0.0:
+                excess = tiles.offset(CODE, i, 0, MIDDLE) * column_sums[0]
+                for t in tl.static_range(1, NUM_BLOCKS):
+                    excess += tiles.offset(CODE, i, t, MIDDLE) * column_sums[t]
+                a += (total * tiles.part_unit(CODE, i) - tiles.any_row(excess))[None, :]
             for t in tl.static_range(NUM_BLOCKS):
-                w = words[t // BLOCKS * (PARTS // 2) + (g * PER_GROUP + j) // 2]
-                v = tiles.field(w, t % BLOCKS * 2 + (g * PER_GROUP + j) % 2, CODE, USE_ASM, WIDTH, BLOCK)
-                a = tl.dot(v, scaled[t], a)
+                w = words[t // BLOCKS * (PARTS // 2) + i // 2]
+                a = tl.dot(tiles.field(w, i % 2, t % BLOCKS, CODE, USE_ASM, WIDTH, BLOCK), scaled[t], a)
             sums = sums + (a,)
     for i in tl.static_range(GROUPS * PER_GROUP, PARTS):
         sums = sums + (acc[i],)  # padding
@@ -257,34 +271,34 @@ def _sums_per_token(
 
 @triton.jit
 def _sums_per_channel(
-    words, scales_ptr, weights, acc, keep, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, CODE: tl.constexpr,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, OFFSET: tl.constexpr, BOOST: tl.constexpr, USE_ASM: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+    words, scales_ptr, weights, acc, keep, NUM_BLOCKS: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, MIDDLE: tl.constexpr, BOOST: tl.constexpr, USE_ASM: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """acc * keep plus the sums of a page's values with a scale per channel, which are scaled afterwards."""
+    """acc * keep plus the sums of a page's values with a scale per channel, which are scaled afterwards.
+
+    Sums are in the units of their parts.
+    """
+    BLOCKS: tl.constexpr = tiles.blocks_of(CODE)
     rounded = ()
-    rounded_sum = tl.zeros_like(weights[0])
-    exact_sum = tl.zeros_like(weights[0])
+    total = tl.zeros_like(weights[0])
     for t in tl.static_range(NUM_BLOCKS):
-        x = _operand(weights[t] * BOOST, CODE)
-        if OFFSET != 0.0:
-            rounded_sum += x.to(tl.float32)
-            exact_sum += weights[t] * BOOST
-        rounded = rounded + (x,)
-    if OFFSET != 0.0:
-        shift = OFFSET * tl.sum(rounded_sum, 0)
-        total = tl.sum(exact_sum, 0)
+        rounded = rounded + ((weights[t] * (BOOST / tiles.block_unit(CODE, t))).to(tl.float16),)
+        total += weights[t]
     sums = ()
     for i in tl.static_range(PARTS):
         scale, zero = tiles.load_scales(scales_ptr + i * WIDTH + tl.arange(0, WIDTH))
         a = tl.zeros([WIDTH, BLOCK_R], tl.float32)
         for t in tl.static_range(NUM_BLOCKS):
             w = words[t // BLOCKS * (PARTS // 2) + i // 2]
-            v = tiles.field(w, t % BLOCKS * 2 + i % 2, CODE, USE_ASM, WIDTH, BLOCK)
-            a = tl.dot(v, rounded[t], a)
+            a = tl.dot(tiles.field(w, i % 2, t % BLOCKS, CODE, USE_ASM, WIDTH, BLOCK), rounded[t], a)
         kept = acc[i] * keep[None, :]
-        if OFFSET != 0.0:
-            a = a - shift[None, :]
-            kept += zero[:, None] * total[None, :]
+        if MIDDLE != 0.0:
+            excess = tiles.offset(CODE, i, 0, MIDDLE) * tiles.column_sums(rounded[0], BLOCK)
+            for t in tl.static_range(1, NUM_BLOCKS):
+                excess += tiles.offset(CODE, i, t, MIDDLE) * tiles.column_sums(rounded[t], BLOCK)
+            a -= tiles.any_row(excess)[None, :]
+            zero *= BOOST * tiles.part_unit(CODE, i)
+            kept += zero[:, None] * tl.sum(total, 0)[None, :]
         sums = sums + (kept + scale[:, None] * a,)
     return sums

@@ -6,48 +6,65 @@ rounded.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvquant.codec import StateCodec, shrink_factors
-from kvquant.formats import IntegerGrid
+from kvquant.formats import IntegerGrid, QuantFormat
 from kvquant.rotation import block_size
 from kvquant_kernels.triton import launch
 from kvquant_kernels.triton.layout import PartLayout, code_name
 
-_MAX_ELEMENTS = 128 * 256  # of a page and head, which one program holds in registers
-_ELEMENTS_PER_WARP = 2048
+# What one program holds in registers: a page of one head, or some tokens of it where no scale depends on the others.
+_MAX_ELEMENTS = 128 * 128
+_ELEMENTS = 4096
+_ELEMENTS_PER_WARP = 1024
 _NORMS = (2.0, 4.0)  # those that need no power function, whose rounding is nobody's promise
 
 
 def can_seal(part: PartLayout, codec: StateCodec) -> bool:
-    """Whether a page of one head is a whole tile: its sizes are powers of two, without padding."""
-    dim, size, clip = part.shape.head_dim, part.shape.page_size, codec.fmt.clip
-    fits = dim & (dim - 1) == 0 and part.channels.padded == dim and size * dim <= _MAX_ELEMENTS
-    return fits and (clip is None or clip.norm in _NORMS)
+    """Whether a program can hold what it needs at once, in sizes that are powers of two, without padding."""
+    dim, clip = part.shape.head_dim, codec.fmt.clip
+    is_tile = dim & (dim - 1) == 0 and part.channels.padded == dim and _rows(part) * dim <= _MAX_ELEMENTS
+    return is_tile and (clip is None or clip.norm in _NORMS)
+
+
+def _rows(part: PartLayout) -> int:
+    """Tokens of a page that one program seals. They share words, which hold two tokens of each block at least."""
+    size = part.shape.page_size
+    return size if part.is_per_channel else min(size, max(2 * part.num_blocks, _ELEMENTS // part.shape.head_dim))
+
+
+@cache
+def _factors(fmt: QuantFormat, device: torch.device) -> Tensor:
+    """What clipping tries, float32, for the kernel; some number where there is no clipping."""
+    return torch.tensor(shrink_factors(fmt) if fmt.clip else [0.0], dtype=torch.float32, device=device)
 
 
 def seal(states: Tensor, records: Tensor, part: PartLayout, codec: StateCodec) -> None:
     """Writes states [pages, H, page_size, D] into their part of records int32 [pages, H, words of a head]."""
     fmt, (_, size, dim) = codec.fmt, part.shape
     states = states if states.stride(-1) == 1 else states.contiguous()
-    factors = shrink_factors(fmt) if fmt.clip else []
     pages, heads = states.shape[:2]
+    rows = _rows(part)
     rotated = block_size(dim) if codec.rotated else 1
     grid = fmt.grid
     with launch.device_of(records):
-        _seal_kernel[(pages, heads)](
+        _seal_kernel[(pages, heads, size // rows)](
             states,
             records,
-            torch.tensor(factors or [0.0], dtype=torch.float32, device=states.device),
+            _factors(fmt, states.device),
             *states.stride()[:3],
             *records.stride()[:2],
             rotated**-0.5,
-            len(factors),
+            len(shrink_factors(fmt)) if fmt.clip else 0,
             grid.half_width,
             PAGE_SIZE=size,
+            ROWS=rows,
             HEAD_DIM=dim,
             ROTATED=rotated,
             CODE=code_name(fmt),
@@ -60,10 +77,11 @@ def seal(states: Tensor, records: Tensor, part: PartLayout, codec: StateCodec) -
             NORM=int(fmt.clip.norm) if fmt.clip else 0,
             BLOCKS=part.blocks_per_word,
             BLOCK=part.tokens,
+            SUB=rows // part.num_blocks,
             WIDTH=part.channels.width,
             CODES=part.first,
             SCALES=part.scales,
-            num_warps=max(1, size * dim // _ELEMENTS_PER_WARP),
+            num_warps=max(1, rows * dim // _ELEMENTS_PER_WARP),
             enable_fp_fusion=False,
         )
 
@@ -82,6 +100,7 @@ def _seal_kernel(
     num_factors,
     half_width,
     PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTATED: tl.constexpr,
     CODE: tl.constexpr,
@@ -94,22 +113,29 @@ def _seal_kernel(
     NORM: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUB: tl.constexpr,
     WIDTH: tl.constexpr,
     CODES: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """grid: (pages, H). One program seals the keys, or the values, of one page and head. Bytes: the states, once."""
+    """grid: (pages, H, PAGE_SIZE / ROWS)
+
+    One program seals ROWS tokens of the keys, or the values, of one page and head: SUB neighbours of each block.
+    Bytes read: the states, once.
+    """
     page = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    offs_t = tl.arange(0, PAGE_SIZE)
+    row = tl.arange(0, ROWS)
+    first = tl.program_id(2) * SUB  # of a block
+    offs_t = row // SUB * BLOCK + first + row % SUB
     offs_d = tl.arange(0, HEAD_DIM)
     states_ptr += page * stride_sp + head * stride_sh
     x = tl.load(states_ptr + offs_t[:, None] * stride_st + offs_d[None, :]).to(tl.float32)
     if ROTATED > 1:
-        x = _rotated(x, PAGE_SIZE, HEAD_DIM, ROTATED) * rotation_factor
+        x = _rotated(x, ROWS, HEAD_DIM, ROTATED) * rotation_factor
     # Groups side by side: [groups, GROUP], or [GROUP, groups] where a group is a channel.
     if not PER_CHANNEL:
-        x = tl.reshape(x, (PAGE_SIZE * HEAD_DIM // GROUP, GROUP))
+        x = tl.reshape(x, (ROWS * HEAD_DIM // GROUP, GROUP))
     DIM: tl.constexpr = 0 if PER_CHANNEL else 1
     low, high = tl.min(x, DIM), tl.max(x, DIM)
     is_bad = tl.max((tl.abs(x) < float("inf")).to(tl.int32) ^ 1, DIM) > 0
@@ -131,7 +157,7 @@ def _seal_kernel(
             error = error * error
             if NORM == 4:
                 error = error * error
-            error = _sum_by_halves(error, GROUP, PAGE_SIZE * HEAD_DIM // GROUP, DIM)
+            error = _sum_by_halves(error, GROUP, ROWS * HEAD_DIM // GROUP, DIM)
             is_better = error < best
             scale = tl.where(is_better, tried_scale, scale)
             zero = tl.where(is_better, tried_zero, zero)
@@ -139,19 +165,20 @@ def _seal_kernel(
     scale = tl.where(is_bad, float("nan"), scale)
     codes = _encoded(x, scale, zero, half_width, CODE, TOP, DIM)
     zero = tl.where(is_bad, float("nan"), zero)
-    codes = tl.reshape(codes, (PAGE_SIZE, HEAD_DIM))
+    codes = tl.reshape(codes, (ROWS, HEAD_DIM))
     record_ptr = records_ptr + page * stride_rp + head * stride_rh
     if IS_KEY:
-        _store_keys(record_ptr + CODES, codes, PAGE_SIZE, HEAD_DIM, BITS, BLOCKS, BLOCK, WIDTH)
+        _store_keys(record_ptr + CODES, codes, first, ROWS, HEAD_DIM, BITS, BLOCKS, BLOCK, SUB, WIDTH)
     else:
-        _store_values(record_ptr + CODES, codes, PAGE_SIZE, HEAD_DIM, BITS, BLOCKS, BLOCK, WIDTH)
+        _store_values(record_ptr + CODES, codes, first, ROWS, HEAD_DIM, BITS, BLOCKS, BLOCK, SUB, WIDTH)
     words = _half_bits(scale) | (0 if SYMMETRIC else _half_bits(zero) << 16)
     if PER_CHANNEL:
         tl.store(record_ptr + SCALES + offs_d, words)
     else:
-        index = tl.arange(0, PAGE_SIZE * HEAD_DIM // GROUP)  # token by token
+        index = tl.arange(0, ROWS * HEAD_DIM // GROUP)  # token by token
         GROUPS: tl.constexpr = HEAD_DIM // GROUP
-        tl.store(record_ptr + SCALES + index % GROUPS * PAGE_SIZE + index // GROUPS, words)
+        token = index // GROUPS // SUB * BLOCK + first + index // GROUPS % SUB
+        tl.store(record_ptr + SCALES + index % GROUPS * PAGE_SIZE + token, words)
 
 
 @triton.jit
@@ -242,37 +269,40 @@ def _half_bits(x):
 
 @triton.jit
 def _store_keys(
-    ptr, codes, ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ptr, codes, first, ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, SUB: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes [tokens, channels] as tiles of words: two neighbouring channels, two parts and BLOCKS blocks to a word."""
-    TILES: tl.constexpr = ROWS // (BLOCKS * BLOCK)
+    """Codes of tokens first..first+SUB-1 of each block, [ROWS, channels], as tiles of words.
+
+    A word holds two neighbouring channels of two parts and BLOCKS blocks.
+    """
+    TILES: tl.constexpr = ROWS // (BLOCKS * SUB)
     PAIRS: tl.constexpr = COLS // (2 * WIDTH)
     t, d = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
-    words = codes << ((t // BLOCK % BLOCKS * 2 + d // WIDTH % 2) * BITS + d % 2 * 16)
+    words = codes << ((t // SUB % BLOCKS * 2 + d // WIDTH % 2) * BITS + d % 2 * 16)
     words = tl.sum(tl.reshape(words, (ROWS, COLS // 2, 2)), 2)
     words = tl.sum(tl.reshape(words, (ROWS * PAIRS, 2, WIDTH // 2)), 1)
-    words = tl.sum(tl.reshape(words, (TILES, BLOCKS, BLOCK * PAIRS * WIDTH // 2)), 1)
-    row = tl.arange(0, TILES)[:, None]
-    index = tl.arange(0, BLOCK * PAIRS * WIDTH // 2)[None, :]
-    token, pair, word = index // (PAIRS * WIDTH // 2), index // (WIDTH // 2) % PAIRS, index % (WIDTH // 2)
-    tl.store(ptr + ((row * PAIRS + pair) * BLOCK + token) * (WIDTH // 2) + word, words)
+    words = tl.sum(tl.reshape(words, (TILES, BLOCKS, SUB * PAIRS * WIDTH // 2)), 1)
+    tile = tl.arange(0, TILES)[:, None]
+    index = tl.arange(0, SUB * PAIRS * WIDTH // 2)[None, :]
+    token, pair, word = first + index // (PAIRS * WIDTH // 2), index // (WIDTH // 2) % PAIRS, index % (WIDTH // 2)
+    tl.store(ptr + ((tile * PAIRS + pair) * BLOCK + token) * (WIDTH // 2) + word, words)
 
 
 @triton.jit
 def _store_values(
-    ptr, codes, ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ptr, codes, first, ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, SUB: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Codes [tokens, channels] as tiles of words, transposed: two neighbouring tokens to a word instead of channels."""
-    TILES: tl.constexpr = ROWS // (BLOCKS * BLOCK)
+    """The same transposed: a word holds two neighbouring tokens instead of channels."""
+    TILES: tl.constexpr = ROWS // (BLOCKS * SUB)
     PAIRS: tl.constexpr = COLS // (2 * WIDTH)
     t, d = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
-    words = codes << ((t // BLOCK % BLOCKS * 2 + d // WIDTH % 2) * BITS + t % 2 * 16)
+    words = codes << ((t // SUB % BLOCKS * 2 + d // WIDTH % 2) * BITS + t % 2 * 16)
     words = tl.sum(tl.reshape(words, (ROWS // 2, 2, COLS)), 1)
-    words = tl.sum(tl.reshape(words, (TILES, BLOCKS, BLOCK // 2 * COLS)), 1)
-    words = tl.sum(tl.reshape(words, (TILES * (BLOCK // 2) * PAIRS, 2, WIDTH)), 1)
-    index = tl.arange(0, TILES * (BLOCK // 2) * PAIRS)[:, None]
-    tile, token, pair = index // (BLOCK // 2 * PAIRS), index // PAIRS % (BLOCK // 2), index % PAIRS
+    words = tl.sum(tl.reshape(words, (TILES, BLOCKS, SUB // 2 * COLS)), 1)
+    words = tl.sum(tl.reshape(words, (TILES * (SUB // 2) * PAIRS, 2, WIDTH)), 1)
+    index = tl.arange(0, TILES * (SUB // 2) * PAIRS)[:, None]
+    tile, token, pair = index // (SUB // 2 * PAIRS), first // 2 + index // PAIRS % (SUB // 2), index % PAIRS
     channel = tl.arange(0, WIDTH)[None, :]
     tl.store(ptr + ((tile * PAIRS + pair) * WIDTH + channel) * (BLOCK // 2) + token, words)

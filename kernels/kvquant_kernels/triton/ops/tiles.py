@@ -1,49 +1,85 @@
 """Device-side pieces that kernels share: unpacking of words, scales, and one step of the running softmax.
 
-A code stands in a 16-bit float without any arithmetic: its bits are the low end of the significand of a power of two,
-128 in bfloat16 (2 and 4 bits) or 1024 in float16 (8 bits), so that the float is that power plus the code. FP8 codes are
-the high bits of a float16, of 2^-8 times their value in the case of e4m3, whose exponent is one bit shorter.
+A code stands in a float16 without any arithmetic: its bits go into the significand of 1024, so that the float is 1024
+plus a power of two, its unit, times the code. FP8 codes are the high bits of a float16, of 2^-8 times their value in
+the case of e4m3, whose exponent is one bit shorter. Source of the former: Kim et al., "Who Says Elephants Can't Run",
+2022; here codes below the low ones of a byte stay where they are, so that a word is shifted once at most.
 """
 
 import triton
 import triton.language as tl
 
+from kvquant_kernels.triton.constants import CODES
+
+
+@triton.constexpr_function
+def blocks_of(code):
+    """Blocks of tokens that share a word."""
+    return 8 // CODES[code].bits
+
+
+@triton.constexpr_function
+def part_unit(code, part):
+    """The factor of a part of the channels in the unit of its codes."""
+    return CODES[code].part_units[part % 2]
+
+
+@triton.constexpr_function
+def block_unit(code, block):
+    """The factor of a block of tokens in the unit of its codes."""
+    return CODES[code].block_units[block % len(CODES[code].block_units)]
+
+
+@triton.constexpr_function
+def offset(code, part, block, middle):
+    """What the float of a code has more than its unit times the distance of the code from the middle of the grid."""
+    return CODES[code].base + part_unit(code, part) * block_unit(code, block) * middle if CODES[code].base else 0.0
+
+
+@triton.constexpr_function
+def _shift(code, part, block):
+    """Bits that a word is shifted by: a byte, for the codes in the high bytes of both halves."""
+    return (2 * block + part) * CODES[code].bits // 8 * 8
+
+
+@triton.constexpr_function
+def _mask(code, part, block):
+    """The bits of the codes in both halves of a shifted word."""
+    return (2 ** CODES[code].bits - 1 << (2 * block + part) * CODES[code].bits % 8) * 0x00010001
+
+
+@triton.constexpr_function
+def _or_asm(code, part, block):
+    """One instruction on NVIDIA, where two constants make the compiler emit two."""
+    return f"lop3.b32 $0, $1, {_mask(code, part, block):#010x}, 0x64006400, 0xea;"
+
+
+@triton.constexpr_function
+def _byte_asm(part):
+    """The same for bytes, high ones included, which then need no shift."""
+    return f"prmt.b32 $0, $1, 0x64646464, {0x4240 + 0x0101 * part:#06x};"
+
 
 @triton.jit
 def field(
-    words, INDEX: tl.constexpr, CODE: tl.constexpr, USE_ASM: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """Field INDEX of words int32 [ROWS, COLS / 2] as operands [ROWS, COLS]: floats that stand for codes."""
-    if CODE == "int4" or CODE == "int2":
-        pairs = _masked_or(words >> (INDEX * (4 if CODE == "int4" else 2)), CODE, USE_ASM)
-        low = pairs.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        high = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    words, PART: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, USE_ASM: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """Codes of one part and block in words int32 [ROWS, COLS / 2], as operands float16 [ROWS, COLS]."""
+    if CODE == "e4m3" or CODE == "e5m2":
+        pairs = _float8_bits(words << (8 - 8 * PART), CODE)
+    elif USE_ASM and CODE == "int8" and PART == 1:
+        pairs = tl.inline_asm_elementwise(_byte_asm(PART), "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        if CODE == "int8":
-            pairs = _masked_or(words >> (8 * INDEX), CODE, USE_ASM)
+        shifted = words >> _shift(CODE, PART, BLOCK)
+        if USE_ASM:
+            ASM: tl.constexpr = _or_asm(CODE, PART, BLOCK)
+            pairs = tl.inline_asm_elementwise(ASM, "=r,r", [shifted], dtype=tl.int32, is_pure=True, pack=1)
         else:
-            pairs = _float8_bits(words << (8 - 8 * INDEX), CODE)
-        low = pairs.to(tl.uint16).to(tl.float16, bitcast=True)
-        high = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+            pairs = (shifted & _mask(CODE, PART, BLOCK)) | 0x64006400
+    low = pairs.to(tl.uint16).to(tl.float16, bitcast=True)
+    high = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return tl.reshape(tl.join(low, high), (ROWS, COLS))
-
-
-@triton.jit
-def _masked_or(words, CODE: tl.constexpr, USE_ASM: tl.constexpr):
-    """The low bits of both halves of each word, in the significand of a power of two."""
-    MASK: tl.constexpr = 0x000F000F if CODE == "int4" else (0x00030003 if CODE == "int2" else 0x00FF00FF)
-    POWER: tl.constexpr = 0x64006400 if CODE == "int8" else 0x43004300
-    if USE_ASM:
-        # One instruction on NVIDIA; two constants make the compiler emit two.
-        if CODE == "int4":
-            ASM: tl.constexpr = "lop3.b32 $0, $1, 0x000f000f, 0x43004300, 0xea;"
-        elif CODE == "int2":
-            ASM: tl.constexpr = "lop3.b32 $0, $1, 0x00030003, 0x43004300, 0xea;"
-        else:
-            ASM: tl.constexpr = "lop3.b32 $0, $1, 0x00ff00ff, 0x64006400, 0xea;"
-        return tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        return (words & MASK) | POWER
 
 
 @triton.jit
@@ -77,30 +113,54 @@ def load_scales(ptr):
 
 
 @triton.jit
-def softcap_scores(scores, softcap):
-    """c * tanh(score / c), of scores that are multiplied by log2(e) before and after."""
-    # tanh(x) = 1 - 2 / (1 + exp(2x)), which is right at both infinities; libdevice's cannot be interpreted.
-    LOG2E: tl.constexpr = 1.4426950408889634
-    doubled = 2.0 / softcap  # exp(2x) = exp2(2 * score * log2(e) / c)
-    return (1.0 - 2.0 / (1.0 + tl.exp2(scores * doubled))) * (softcap * LOG2E)
+def column_sums(x, ROWS: tl.constexpr):
+    """Sums over the rows of an operand [ROWS, R], float32, the same in every row of [16, R].
+
+    A product with ones: fewer instructions than to widen and add. `any_row` makes one row of it.
+    """
+    return tl.dot(tl.full([16, ROWS], 1.0, x.dtype), x)
 
 
 @triton.jit
-def masked_scores(scores, columns, is_token, mask_row_ptr, mask_stride, MASK: tl.constexpr):
+def any_row(x):
+    """[R], of [16, R] whose rows are the same."""
+    return tl.max(x, 0)
+
+
+@triton.jit
+def softcap_scores(scores, softcap):
+    """c * tanh(score / c), of scores in base 2 that are multiplied by 2 / c already."""
+    # tanh(x) = 1 - 2 / (1 + exp(2x)), which is right at both infinities; libdevice's cannot be interpreted. The
+    # quotient is the square of a root, since quotients take several instructions.
+    top = softcap * 1.4426950408889634
+    root = tl.rsqrt(1.0 + tl.exp2(scores))
+    return top - (2.0 * top) * (root * root)
+
+
+@triton.jit
+def masked_scores(
+    scores, columns, is_token, mask_row_ptr, mask_stride, MASK: tl.constexpr, IS_SHARED: tl.constexpr
+):  # fmt: skip
     """Scores [T, R] of columns [T] with the mask applied, and -inf where is_token [T] does not hold.
 
-    MASK: "none", "bool" or "float"; mask_row_ptr [R] points at the mask's column 0.
+    MASK: "none", "bool" or "float". mask_row_ptr points at the mask's column 0: [R], or one for all if IS_SHARED.
     """
     if MASK != "none":
-        at = mask_row_ptr[None, :] + (columns * mask_stride)[:, None]
-        loaded = tl.load(at, mask=is_token[:, None], other=0)
+        if IS_SHARED:
+            loaded = tl.load(mask_row_ptr + columns * mask_stride, mask=is_token, other=0)[:, None]
+        else:
+            at = mask_row_ptr[None, :] + (columns * mask_stride)[:, None]
+            loaded = tl.load(at, mask=is_token[:, None], other=0)
         if MASK == "bool":
-            scores = tl.where(loaded != 0, scores, float("-inf"))
+            is_token = (loaded != 0) & is_token[:, None]
         else:
             # The least finite numbers stay finite when they are added to a score in base 2.
             bias = loaded.to(tl.float32)
-            scores = tl.where(bias == float("-inf"), bias, scores + tl.maximum(bias, -1.7e38) * 1.4426950408889634)
-    return tl.where(is_token[:, None], scores, float("-inf"))
+            scores += tl.maximum(bias, -1.7e38) * 1.4426950408889634
+            is_token = (bias != float("-inf")) & is_token[:, None]
+        return tl.where(is_token, scores, float("-inf"))
+    else:
+        return tl.where(is_token[:, None], scores, float("-inf"))
 
 
 @triton.jit
