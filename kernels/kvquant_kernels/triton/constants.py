@@ -51,8 +51,7 @@ def page_constants(layout: TritonLayout) -> dict[str, Any]:
         "V_SCALES": value.scales,
         "PARTIAL_DIM": partial_dim(layout),
         "K_FACTOR": CODES[code_name(key.fmt)].scale / key_boost(key),
-        "V_BOOST": CODES[code_name(value.fmt)].value_boost,
-        "V_FACTOR": CODES[code_name(value.fmt)].scale / CODES[code_name(value.fmt)].value_boost,
+        "V_FACTOR": CODES[code_name(value.fmt)].scale,
         **_part_constants("K", key),
         **_part_constants("V", value),
     }

@@ -37,10 +37,9 @@ def config_for(pair=INT4, **options):
     return QuantConfig(key=pair[0], value=pair[1], **{"residual_length": 20, "page_size": 64} | options)
 
 
-def tolerance(config):
-    """Of the root mean square. bfloat16 rounds products of queries, or of weights, with scales to 2^-9; float16 to
-    2^-12."""
-    return 1e-3 if min(config.key.bits, config.value.bits) == 8 else 6e-3
+# Of the root mean square. Products of queries, or of weights, with scales are rounded to float16, by 2^-12 at most; the
+# scores of these tests are some units in base 2, so that their errors are a few of these.
+TOLERANCE = 1e-3
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +64,7 @@ def assert_like_definition(snapshot, call, reference=None):
     reference = definition(snapshot, call) if reference is None else reference
     out = attended(snapshot, call)
     assert out.shape == reference.shape
-    assert relative_errors(out, reference).rms <= tolerance(snapshot.config)
+    assert relative_errors(out, reference).rms <= TOLERANCE
 
 
 def states(config, shape, dtype=torch.bfloat16, **options):
@@ -84,6 +83,7 @@ def test_every_format(pair, head_dim):
     assert_like_definition(snapshot, AttentionCall(query(1, 8, 1, head_dim)))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("head_dim", [72, 80, 96, 192, 256])
 @pytest.mark.parametrize("pair", [INT8, INT4, FP8], **by_name)
 def test_every_head_dim(pair, head_dim):
@@ -121,6 +121,7 @@ def test_a_row_without_pages_beside_one_with():
     assert_like_definition(snapshot, AttentionCall(query(2, 4, 1, 64), left_padding_mask([0, 120], 151)))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("shape", [(1, 1, 1, 151), (2, 1, 3, 151), (1, 4, 3, 151), (3, 151)], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "bfloat16", "float32", "float64"])
 def test_masks(shape, kind):
@@ -180,6 +181,7 @@ def test_empty_sinks_and_tail(options):
     assert_like_definition(snapshot, AttentionCall(query(1, 4, 1, 64)))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("page_size", [128, 256, 512])
 @pytest.mark.parametrize("pair", [INT8, INT2], **by_name)
 def test_page_sizes(page_size, pair):
@@ -194,6 +196,7 @@ def test_more_programs_than_pages(monkeypatch):
     assert_like_definition(snapshot, call)
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("pair", [INT8, INT4, FP8], **by_name)
 @pytest.mark.parametrize("magnitude", [1e-3, 1e3])
 @pytest.mark.parametrize("part", [0, 1])

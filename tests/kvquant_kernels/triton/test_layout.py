@@ -11,8 +11,9 @@ SUPPORTED = [fmt for fmt in FORMATS if not fmt.is_exact and fmt.bits in (8, 4, 2
 
 @pytest.mark.parametrize("fmt", SUPPORTED, ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("size", [64, 128, 512])
-@pytest.mark.parametrize("other", [INT2_PER_TOKEN, INT8_PER_TOKEN], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    ("size", "other"), [(64, INT2_PER_TOKEN), (128, INT8_PER_TOKEN), (512, INT4_PER_TOKEN)], ids=str
+)
 def test_records_give_back_codes_and_scales(fmt, head_dim, size, other):
     shape = StateShape(2, size, head_dim)
     layout = TritonLayout(PagePart(fmt, shape), PagePart(other, shape))

@@ -53,6 +53,7 @@ def test_sealed_records_are_those_of_the_codec(fmt, rotated, device):
     assert torch.equal(sealed(states, layout, codec), PageLayout.seal(layout, states, states, [codec, codec]))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("size", "head_dim"), [(128, 128), (64, 256), (256, 64)])
 @pytest.mark.parametrize("fmt", [formats.INT4_PER_CHANNEL, formats.INT8_PER_TOKEN], ids=lambda fmt: fmt.name)
 def test_sealed_records_of_other_shapes(size, head_dim, fmt, device):
@@ -62,6 +63,7 @@ def test_sealed_records_of_other_shapes(size, head_dim, fmt, device):
         assert torch.equal(sealed(states, layout, codec), PageLayout.seal(layout, states, states, [codec, codec]))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(
     "fmt",
     [formats.INT4_PER_CHANNEL, formats.INT4_PER_TOKEN, formats.FP8_E4M3_PER_TOKEN, *CLIPPED[:2]],
@@ -95,7 +97,7 @@ def test_float8_rounds_as_torch_does_at_every_boundary(device):
         assert torch.equal(sealed(states, layout, codec), PageLayout.seal(layout, states, states, [codec, codec]))
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, *(pytest.param(dim, marks=pytest.mark.broad) for dim in (72, 96, 128))])
 @pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("fmt", SUPPORTED, ids=lambda fmt: fmt.name)
 def test_materialized_states_are_those_of_the_codec(fmt, rotated, head_dim, device):

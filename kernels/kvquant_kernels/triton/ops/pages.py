@@ -49,7 +49,6 @@ def attend_pages(
     V_WIDTH: tl.constexpr,
     V_GROUPS: tl.constexpr,
     V_MIDDLE: tl.constexpr,
-    V_BOOST: tl.constexpr,
     V_FACTOR: tl.constexpr,
     MASK: tl.constexpr,
     MASK_IS_SHARED: tl.constexpr,
@@ -60,6 +59,7 @@ def attend_pages(
 ):
     """Attention to pages first..last-1 of one row and head; stores its partial output, in positions, with m and l."""
     BLOCK: tl.constexpr = PAGE_SIZE // NUM_BLOCKS
+    LOG_BOOST: tl.constexpr = tiles.log_boost(V_CODE)
     K_BLOCKS: tl.constexpr = tiles.blocks_of(K_CODE)
     V_BLOCKS: tl.constexpr = tiles.blocks_of(V_CODE)
     factors = _query_factors(
@@ -71,9 +71,15 @@ def attend_pages(
     acc = ()
     for i in tl.static_range(V_PARTS):
         acc = acc + (tl.zeros([V_WIDTH, BLOCK_R], tl.float32),)
+    zeros = ()  # what zero points of groups add to values
+    if not V_PER_CHANNEL and V_MIDDLE != 0.0:
+        for g in tl.static_range(V_GROUPS):
+            zeros = zeros + (tl.zeros([BLOCK_R], tl.float32),)
+    # A page's slot is loaded while the page before is attended to: otherwise its words would be late.
+    slot = tl.load(slots_ptr + tl.minimum(first, last - 1), mask=first < last, other=0)
     for page in tl.range(first, last, num_stages=STAGES):
-        slot = tl.load(slots_ptr + page).to(tl.int64)
-        record_ptr = head_ptr + slot * page_words
+        record_ptr = head_ptr + slot.to(tl.int64) * page_words
+        slot = tl.load(slots_ptr + tl.minimum(page + 1, last - 1))
         words = tiles.load_words(record_ptr, NUM_BLOCKS // K_BLOCKS * (K_PARTS // 2), BLOCK, K_WIDTH // 2)
         if K_PER_CHANNEL:
             scores = _scores_per_channel(
@@ -99,7 +105,7 @@ def attend_pages(
         top = masked[0]
         for t in tl.static_range(1, NUM_BLOCKS):
             top = tl.maximum(top, masked[t])
-        m_new = tl.maximum(m, tl.max(top, 0))
+        m_new = tl.maximum(m, tl.max(top, 0) - LOG_BOOST)
         shift = tiles.shift_of(m_new)
         keep = tl.exp2(m - shift)
         weights = ()
@@ -114,13 +120,15 @@ def attend_pages(
         if V_PER_CHANNEL:
             acc = _sums_per_channel(
                 words, record_ptr + V_SCALES, weights, acc, keep, NUM_BLOCKS, V_CODE, V_PARTS, V_WIDTH,
-                V_MIDDLE, V_BOOST, USE_ASM, BLOCK, BLOCK_R,
+                V_MIDDLE, USE_ASM, BLOCK, BLOCK_R,
             )  # fmt: skip
         else:
-            acc = _sums_per_token(
-                words, record_ptr + V_SCALES, weights, acc, keep, NUM_BLOCKS, V_CODE, V_PARTS, V_WIDTH,
-                V_GROUPS, V_MIDDLE, V_BOOST, USE_ASM, BLOCK, PAGE_SIZE,
+            acc, zeros = _sums_per_token(
+                words, record_ptr + V_SCALES, weights, acc, zeros, keep, NUM_BLOCKS, V_CODE, V_PARTS, V_WIDTH, V_GROUPS,
+                V_MIDDLE, USE_ASM, BLOCK, BLOCK_R, PAGE_SIZE,
             )  # fmt: skip
+    if not V_PER_CHANNEL and V_MIDDLE != 0.0:
+        acc = _with_zeros(acc, zeros, V_CODE, V_PARTS, V_GROUPS)
     for i in tl.static_range(V_PARTS):
         at = partial_row_ptr[None, :] + (i * V_WIDTH + tl.arange(0, V_WIDTH))[:, None]
         tl.store(at, acc[i] * (V_FACTOR / tiles.part_unit(V_CODE, i)), mask=is_row[None, :])
@@ -229,41 +237,53 @@ def _scores_per_token(
 
 @triton.jit
 def _sums_per_token(
-    words, scales_ptr, weights, acc, keep, NUM_BLOCKS: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, GROUPS: tl.constexpr, MIDDLE: tl.constexpr, BOOST: tl.constexpr, USE_ASM: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    words, scales_ptr, weights, acc, zeros, keep, NUM_BLOCKS: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr, GROUPS: tl.constexpr, MIDDLE: tl.constexpr, USE_ASM: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_R: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """acc * keep plus the sums of a page's values, with a scale per token and group, which goes into the weights.
 
-    Sums are in the units of their parts.
+    Sums are in the units of their parts. Codes are centered here: flat weights add up to much more than the values
+    that they weigh, whose signs differ, and what codes have too much would drown these. What zero points add is
+    collected in `zeros` of each group [BLOCK, R].
     """
     BLOCKS: tl.constexpr = tiles.blocks_of(CODE)
     PER_GROUP: tl.constexpr = PARTS // GROUPS
-    sums = ()
+    sums, new_zeros = (), ()
     for g in tl.static_range(GROUPS):
-        scaled, column_sums = (), ()
-        bias = tl.zeros_like(weights[0])
+        scaled = ()
+        if MIDDLE != 0.0:
+            z = tl.zeros_like(weights[0])
         for t in tl.static_range(NUM_BLOCKS):
             scale, zero = tiles.load_scales(scales_ptr + g * PAGE_SIZE + t * BLOCK + tl.arange(0, BLOCK))
-            scale *= BOOST / tiles.block_unit(CODE, t)
-            x = (weights[t] * scale[:, None]).to(tl.float16)
-            scaled = scaled + (x,)
             if MIDDLE != 0.0:
-                bias += weights[t] * zero[:, None]
-                column_sums = column_sums + (tiles.column_sums(x, BLOCK),)
+                zero += tiles.above_middle(MIDDLE) * scale
+                z += weights[t] * zero[:, None]
+            if tiles.block_unit(CODE, t) != 1:
+                scale *= 1.0 / tiles.block_unit(CODE, t)
+            scaled = scaled + ((weights[t] * scale[:, None]).to(tl.float16),)
         if MIDDLE != 0.0:
-            total = tl.sum(bias, 0) * BOOST
+            new_zeros = new_zeros + (zeros[g] * keep + tl.sum(z, 0),)
         for i in tl.static_range(g * PER_GROUP, (g + 1) * PER_GROUP):
-            a = acc[i] * keep[None, :]
-            if MIDDLE != 0.0:
-                excess = tiles.offset(CODE, i, 0, MIDDLE) * column_sums[0]
-                for t in tl.static_range(1, NUM_BLOCKS):
-                    excess += tiles.offset(CODE, i, t, MIDDLE) * column_sums[t]
-                a += (total * tiles.part_unit(CODE, i) - tiles.any_row(excess))[None, :]
+            # Products of one page at a time: over many, what tensor cores cut off would add up.
+            a = tl.zeros([WIDTH, BLOCK_R], tl.float32)
             for t in tl.static_range(NUM_BLOCKS):
                 w = words[t // BLOCKS * (PARTS // 2) + i // 2]
-                a = tl.dot(tiles.field(w, i % 2, t % BLOCKS, CODE, USE_ASM, WIDTH, BLOCK), scaled[t], a)
-            sums = sums + (a,)
+                a = tl.dot(tiles.field(w, i % 2, t % BLOCKS, CODE, USE_ASM, WIDTH, BLOCK, MIDDLE), scaled[t], a)
+            sums = sums + (acc[i] * keep[None, :] + a,)
+    for i in tl.static_range(GROUPS * PER_GROUP, PARTS):
+        sums = sums + (acc[i],)  # padding
+    return sums, new_zeros
+
+
+@triton.jit
+def _with_zeros(acc, zeros, CODE: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr):
+    """acc with what `_sums_per_token` has collected in `zeros`."""
+    PER_GROUP: tl.constexpr = PARTS // GROUPS
+    sums = ()
+    for g in tl.static_range(GROUPS):
+        for i in tl.static_range(g * PER_GROUP, (g + 1) * PER_GROUP):
+            sums = sums + (acc[i] + (zeros[g] * tiles.part_unit(CODE, i))[None, :],)
     for i in tl.static_range(GROUPS * PER_GROUP, PARTS):
         sums = sums + (acc[i],)  # padding
     return sums
@@ -272,8 +292,7 @@ def _sums_per_token(
 @triton.jit
 def _sums_per_channel(
     words, scales_ptr, weights, acc, keep, NUM_BLOCKS: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr,
-    WIDTH: tl.constexpr, MIDDLE: tl.constexpr, BOOST: tl.constexpr, USE_ASM: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    WIDTH: tl.constexpr, MIDDLE: tl.constexpr, USE_ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """acc * keep plus the sums of a page's values with a scale per channel, which are scaled afterwards.
 
@@ -283,7 +302,7 @@ def _sums_per_channel(
     rounded = ()
     total = tl.zeros_like(weights[0])
     for t in tl.static_range(NUM_BLOCKS):
-        rounded = rounded + ((weights[t] * (BOOST / tiles.block_unit(CODE, t))).to(tl.float16),)
+        rounded = rounded + ((weights[t] * (1.0 / tiles.block_unit(CODE, t))).to(tl.float16),)
         total += weights[t]
     sums = ()
     for i in tl.static_range(PARTS):
@@ -291,14 +310,10 @@ def _sums_per_channel(
         a = tl.zeros([WIDTH, BLOCK_R], tl.float32)
         for t in tl.static_range(NUM_BLOCKS):
             w = words[t // BLOCKS * (PARTS // 2) + i // 2]
-            a = tl.dot(tiles.field(w, i % 2, t % BLOCKS, CODE, USE_ASM, WIDTH, BLOCK), rounded[t], a)
+            a = tl.dot(tiles.field(w, i % 2, t % BLOCKS, CODE, USE_ASM, WIDTH, BLOCK, MIDDLE), rounded[t], a)
         kept = acc[i] * keep[None, :]
         if MIDDLE != 0.0:
-            excess = tiles.offset(CODE, i, 0, MIDDLE) * tiles.column_sums(rounded[0], BLOCK)
-            for t in tl.static_range(1, NUM_BLOCKS):
-                excess += tiles.offset(CODE, i, t, MIDDLE) * tiles.column_sums(rounded[t], BLOCK)
-            a -= tiles.any_row(excess)[None, :]
-            zero *= BOOST * tiles.part_unit(CODE, i)
+            zero = (zero + tiles.above_middle(MIDDLE) * scale) * tiles.part_unit(CODE, i)
             kept += zero[:, None] * tl.sum(total, 0)[None, :]
         sums = sums + (kept + scale[:, None] * a,)
     return sums

@@ -6,6 +6,8 @@ the case of e4m3, whose exponent is one bit shorter. Source of the former: Kim e
 2022; here codes below the low ones of a byte stay where they are, so that a word is shifted once at most.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -31,9 +33,33 @@ def block_unit(code, block):
 
 
 @triton.constexpr_function
+def log_boost(code):
+    """The base-2 logarithm of what weights are multiplied by."""
+    return math.log2(CODES[code].value_boost)
+
+
+@triton.constexpr_function
 def offset(code, part, block, middle):
     """What the float of a code has more than its unit times the distance of the code from the middle of the grid."""
     return CODES[code].base + part_unit(code, part) * block_unit(code, block) * middle if CODES[code].base else 0.0
+
+
+@triton.constexpr_function
+def center(code, part, block, middle):
+    """What `field` takes from the floats of codes whose middle is to be 0. Of a middle between two codes, the upper."""
+    return CODES[code].base + part_unit(code, part) * block_unit(code, block) * math.ceil(middle)
+
+
+@triton.constexpr_function
+def above_middle(middle):
+    """How far the code that `field` makes 0 is above the middle of the grid."""
+    return math.ceil(middle) - middle
+
+
+@triton.constexpr_function
+def _center_asm(code, part, block, middle):
+    taken = 0x6400 + center(code, part, block, middle) - 1024  # as a float16, whose last bit is worth 1 there
+    return f"{{ .reg .b32 c; mov.b32 c, {int(taken) * 0x00010001:#010x}; sub.f16x2 $0, $1, c; }}"
 
 
 @triton.constexpr_function
@@ -63,9 +89,12 @@ def _byte_asm(part):
 @triton.jit
 def field(
     words, PART: tl.constexpr, BLOCK: tl.constexpr, CODE: tl.constexpr, USE_ASM: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    COLS: tl.constexpr, CENTER_ON: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """Codes of one part and block in words int32 [ROWS, COLS / 2], as operands float16 [ROWS, COLS]."""
+    """Codes of one part and block in words int32 [ROWS, COLS / 2], as operands float16 [ROWS, COLS].
+
+    CENTER_ON: the middle of the grid, which is taken from the codes then; 0 leaves them as they are.
+    """
     if CODE == "e4m3" or CODE == "e5m2":
         pairs = _float8_bits(words << (8 - 8 * PART), CODE)
     elif USE_ASM and CODE == "int8" and PART == 1:
@@ -73,13 +102,20 @@ def field(
     else:
         shifted = words >> _shift(CODE, PART, BLOCK)
         if USE_ASM:
-            ASM: tl.constexpr = _or_asm(CODE, PART, BLOCK)
-            pairs = tl.inline_asm_elementwise(ASM, "=r,r", [shifted], dtype=tl.int32, is_pure=True, pack=1)
+            pairs = tl.inline_asm_elementwise(
+                _or_asm(CODE, PART, BLOCK), "=r,r", [shifted], dtype=tl.int32, is_pure=True, pack=1
+            )
         else:
             pairs = (shifted & _mask(CODE, PART, BLOCK)) | 0x64006400
+    if CENTER_ON != 0.0 and USE_ASM:
+        ASM: tl.constexpr = _center_asm(CODE, PART, BLOCK, CENTER_ON)
+        pairs = tl.inline_asm_elementwise(ASM, "=r,r", [pairs], dtype=tl.int32, is_pure=True, pack=1)
     low = pairs.to(tl.uint16).to(tl.float16, bitcast=True)
     high = (pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return tl.reshape(tl.join(low, high), (ROWS, COLS))
+    numbers = tl.reshape(tl.join(low, high), (ROWS, COLS))
+    if CENTER_ON != 0.0 and not USE_ASM:
+        numbers = (numbers.to(tl.float32) - center(CODE, PART, BLOCK, CENTER_ON)).to(tl.float16)  # exact
+    return numbers
 
 
 @triton.jit
