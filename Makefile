@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: eval test lint check versions asan aarch64 wheel install results docs clean
+.PHONY: eval test lint check versions gate gpu asan aarch64 wheel install results docs clean
 
 install: $(INSTALLED)
 
@@ -32,6 +32,15 @@ check: lint
 # The tests marked `compat` on older releases of transformers, each in a virtual environment of its own under .venvs.
 versions: $(INSTALLED)
 	$(BIN)/python tools/versions.py
+
+# Whether the Triton kernels compile as they should for GPUs that need not be here, with the oldest and the newest triton.
+gate: $(INSTALLED)
+	$(BIN)/python tools/gate.py
+	$(BIN)/python tools/gate.py --triton 3.6.0
+
+# Tests and timings of the Triton kernels on this machine's GPU, with the packages that are here already: at most 9 minutes.
+gpu:
+	PYTHONPATH=.:kernels:evals $(PYTHON) tools/gpu/run.py
 
 # The native kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer; needs g++ with both. Not the one that
 # watches the resident set: the sanitizer keeps what is freed.

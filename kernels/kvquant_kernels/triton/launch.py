@@ -41,18 +41,22 @@ class Launch:
         return max(1, min(wanted, most_pages // 2, int(_table()["max_splits"])))
 
 
-def choose(backend: str, head_dim: int) -> Launch:
-    """The parameters for a backend, "cuda" or "hip", and the larger of the keys' and the values' head_dim."""
+def choose(target: str, head_dim: int) -> Launch:
+    """The parameters for a target, such as "sm_90" or "gfx942", and the larger head_dim of keys and values."""
     for rule in _table()["rules"]:
-        if rule["backend"] == backend and head_dim <= rule["max_head_dim"]:
+        if target.startswith(rule["target"]) and head_dim <= rule["max_head_dim"]:
             fields = {name: rule[name] for name in Launch.__dataclass_fields__}
             return Launch(**fields | {"block_rows": tuple(fields["block_rows"])})
-    raise ValueError(f"launch.json has no rule for backend={backend!r} and head_dim={head_dim}")
+    raise ValueError(f"launch.json has no rule for target={target!r} and head_dim={head_dim}")
 
 
-def backend_of(device: torch.device) -> str:
-    """Also for what the interpreter runs on a CPU."""
-    return "hip" if device.type == "cuda" and torch.version.hip else "cuda"
+@cache
+def target_of(device: torch.device) -> str:
+    """The architecture of a GPU. What the interpreter runs on a CPU is launched as on a Hopper GPU."""
+    if device.type != "cuda":
+        return "sm_90"
+    properties = torch.cuda.get_device_properties(device)
+    return str(properties.gcnArchName) if torch.version.hip else f"sm_{properties.major}{properties.minor}"
 
 
 def device_of(x: Tensor) -> AbstractContextManager[object]:

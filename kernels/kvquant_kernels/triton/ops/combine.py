@@ -10,7 +10,7 @@ from kvquant_kernels.triton import constants, launch
 from kvquant_kernels.triton.attend import Operands, basis_on
 from kvquant_kernels.triton.ops import tiles
 
-BLOCK_P = 32  # positions at a time; every layout has a multiple
+BLOCK_P = 16  # positions at a time; every layout has a multiple
 
 
 def combine(operands: Operands, partial: Tensor, weights: Tensor, out: Tensor) -> None:

@@ -33,7 +33,7 @@ def _partial_results(operands: Operands) -> tuple[Tensor, Tensor]:
     query, layout, device = operands.query, operands.layout, operands.query.device
     batch, num_q_heads, q_len, _ = query.shape
     page = constants.page_constants(layout)
-    chosen = launch.choose(launch.backend_of(device), max(page["HEAD_DIM_K"], page["HEAD_DIM_V"]))
+    chosen = launch.choose(launch.target_of(device), max(page["HEAD_DIM_K"], page["HEAD_DIM_V"]))
     block_r = chosen.block_r(operands.num_rows)
     programs = layout.num_heads * -(-operands.num_rows // block_r)
     splits = chosen.num_splits(batch * programs, operands.tables.slots.shape[1], launch.processors(device))

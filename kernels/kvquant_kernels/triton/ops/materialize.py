@@ -13,14 +13,17 @@ from kvquant_kernels.triton.attend import basis_on
 from kvquant_kernels.triton.layout import PartLayout, code_name
 from kvquant_kernels.triton.ops import tiles
 
+MAX_TOKENS = 64  # of a program: so many that they fit into its registers
+
 
 def materialize(records: Tensor, part: PartLayout, codec: StateCodec, dtype: torch.dtype) -> Tensor:
     """The states [pages, H, page_size, D] of records int32 [pages, H, words of a head], rotated back."""
     (heads, size, dim), channels, fmt = part.shape, part.channels, part.fmt
     out = torch.empty(records.shape[0], heads, size, dim, dtype=dtype, device=records.device)
     code = constants.CODES[code_name(fmt)]
+    tokens = min(part.tokens, MAX_TOKENS)
     with launch.device_of(records):
-        _materialize_kernel[(records.shape[0], heads, part.num_blocks)](
+        _materialize_kernel[(records.shape[0], heads, size // tokens)](
             records,
             basis_on(channels, codec.rotated, records.device),
             out,
@@ -34,6 +37,7 @@ def materialize(records: Tensor, part: PartLayout, codec: StateCodec, dtype: tor
             PER_CHANNEL=part.is_per_channel,
             BLOCKS=part.blocks_per_word,
             BLOCK=part.tokens,
+            TOKENS=tokens,
             PAGE_SIZE=size,
             PARTS=channels.num_parts,
             WIDTH=channels.width,
@@ -43,7 +47,7 @@ def materialize(records: Tensor, part: PartLayout, codec: StateCodec, dtype: tor
             CODES=part.first,
             SCALES=part.scales,
             USE_ASM=records.is_cuda and torch.version.hip is None,
-            num_warps=max(4, part.tokens * launch.power_of_two(dim) // 2048),
+            num_warps=max(4, tokens * launch.power_of_two(dim) // 2048),
             enable_fp_fusion=True,
         )
     return out
@@ -66,6 +70,7 @@ def _materialize_kernel(
     PER_CHANNEL: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -76,22 +81,28 @@ def _materialize_kernel(
     SCALES: tl.constexpr,
     USE_ASM: tl.constexpr,
 ):
-    """grid: (pages, H, blocks of tokens). One program restores the keys, or the values, of one block and head."""
+    """grid: (pages, H, PAGE_SIZE / TOKENS)
+
+    One program restores TOKENS tokens of the keys, or the values, of one page and head. All are in one block.
+    """
     page = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(2)
+    block = tl.program_id(2) // (BLOCK // TOKENS)
+    first = tl.program_id(2) % (BLOCK // TOKENS) * TOKENS  # of the block
     record_ptr = records_ptr + page * stride_rp + head * stride_rh
     PER_GROUP: tl.constexpr = PARTS // GROUPS
-    ROWS: tl.constexpr = BLOCK if IS_KEY else WIDTH
-    COLS: tl.constexpr = (WIDTH if IS_KEY else BLOCK) // 2
-    tile_ptr = record_ptr + CODES + block // BLOCKS * (PARTS // 2 * ROWS * COLS)
-    words = tiles.load_words(tile_ptr, PARTS // 2, ROWS, COLS)
-    offs_t = tl.arange(0, BLOCK)
+    ROWS: tl.constexpr = TOKENS if IS_KEY else WIDTH
+    COLS: tl.constexpr = (WIDTH if IS_KEY else TOKENS) // 2
+    STRIDE: tl.constexpr = (WIDTH if IS_KEY else BLOCK) // 2
+    tile_ptr = record_ptr + CODES + block // BLOCKS * (PARTS // 2 * BLOCK * WIDTH // 2)
+    tile_ptr += first * STRIDE if IS_KEY else first // 2
+    offs_words = tl.arange(0, ROWS)[:, None] * STRIDE + tl.arange(0, COLS)[None, :]
+    offs_t = tl.arange(0, TOKENS)
     offs_d = tl.arange(0, BLOCK_D)
     is_channel = offs_d < HEAD_DIM
-    out = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    out = tl.zeros([TOKENS, BLOCK_D], tl.float32)
     for g in tl.static_range(GROUPS):
-        partial = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+        partial = tl.zeros([TOKENS, BLOCK_D], tl.float32)
         base = tl.zeros([BLOCK_D], tl.float32)
         for j in tl.static_range(PER_GROUP):
             offs_p = (g * PER_GROUP + j) * WIDTH + tl.arange(0, WIDTH)
@@ -105,7 +116,7 @@ def _materialize_kernel(
                 basis = basis * scale[:, None]
             else:
                 base += tl.sum(basis, 0)
-            shifted = words[(g * PER_GROUP + j) // 2]
+            shifted = tl.load(tile_ptr + (g * PER_GROUP + j) // 2 * (BLOCK * WIDTH // 2) + offs_words)
             if BLOCKS > 1:
                 shifted = shifted >> (block % BLOCKS * (16 // BLOCKS))
             numbers = tiles.field(shifted, (g * PER_GROUP + j) % 2, 0, CODE, USE_ASM, ROWS, COLS * 2).to(tl.float32)
@@ -118,8 +129,8 @@ def _materialize_kernel(
         if PER_CHANNEL:
             out += partial * FACTOR + base[None, :]
         else:
-            scale, zero = tiles.load_scales(record_ptr + SCALES + g * PAGE_SIZE + block * BLOCK + offs_t)
+            scale, zero = tiles.load_scales(record_ptr + SCALES + g * PAGE_SIZE + block * BLOCK + first + offs_t)
             out += partial * (scale * FACTOR)[:, None] + zero[:, None] * base[None, :]
     out = out * basis_factor
-    at = page * stride_op + head * stride_oh + (block * BLOCK + offs_t)[:, None] * HEAD_DIM + offs_d[None, :]
+    at = page * stride_op + head * stride_oh + (block * BLOCK + first + offs_t)[:, None] * HEAD_DIM + offs_d[None, :]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=is_channel[None, :])

@@ -23,6 +23,7 @@ from kvquant_kernels.triton.layout import PartLayout, code_name
 _MAX_ELEMENTS = 128 * 128
 _ELEMENTS = 4096
 _ELEMENTS_PER_WARP = 1024
+_MAX_CLIPPED_DIM = 128
 _NORMS = (2.0, 4.0)  # those that need no power function, whose rounding is nobody's promise
 
 
@@ -30,7 +31,7 @@ def can_seal(part: PartLayout, codec: StateCodec) -> bool:
     """Whether a program can hold what it needs at once, in sizes that are powers of two, without padding."""
     dim, clip = part.shape.head_dim, codec.fmt.clip
     is_tile = dim & (dim - 1) == 0 and part.channels.padded == dim and _rows(part) * dim <= _MAX_ELEMENTS
-    return is_tile and (clip is None or clip.norm in _NORMS)
+    return is_tile and (clip is None or (clip.norm in _NORMS and dim <= _MAX_CLIPPED_DIM))
 
 
 def _rows(part: PartLayout) -> int:
