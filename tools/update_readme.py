@@ -19,9 +19,11 @@ ROOT = Path(__file__).parents[1]
 def rendered() -> dict[str, str]:
     """The files with their tables as the results have them, by path."""
     quality, speed, models, versions = map(_result, ("quality", "bench_cpu", "models", "versions"))
+    kernels = _result("kernels")
     readme = (ROOT / "README.md").read_text()
     readme = _replaced(readme, "quality", f"{table.markdown(quality)}\n\n{table.caption(quality)}.")
     readme = _replaced(readme, "bench_cpu", _speed(speed))
+    readme = _replaced(readme, "kernels", _bounds(kernels))
     return {
         "README.md": _replaced(readme, "versions", support_tables.versions_table(versions)),
         "docs/benchmarks.md": _benchmarks(speed),
@@ -39,6 +41,21 @@ def _speed(speed: dict[str, Any]) -> str:
     tables = [report.milliseconds(speed, kind, 1) for kind in report.kinds(speed)] + [report.residences(speed)]
     origins = "\n".join(f"- {sentence}." for sentence in report.origins(speed, "kvquant 4"))
     return "\n\n".join([*map(table.markdown_table, tables), f"One thread. {report.caption(speed)}.", origins])
+
+
+def _bounds(kernels: dict[str, Any]) -> str:
+    """Upper bounds of decode attention on each GPU, and what they assume."""
+    bounds, assumptions = kernels["bounds"], kernels["assumptions"]
+    gpus, variants = list(assumptions["gpus"]), list(dict.fromkeys(bound["variant"] for bound in bounds))
+    cells = {(bound["variant"], bound["gpu"]): f"{bound['speedup']:.2f}x, {bound['limit']}" for bound in bounds}
+    lines = [[variant.removeprefix("decode "), *(cells[variant, gpu] for gpu in gpus)] for variant in variants]
+    rates = ", ".join(f"{name} {gpu['terabytes']}" for name, gpu in assumptions["gpus"].items())
+    note = (
+        "The upper bound and what sets it. Keys and values are of one format unless two are named; 8 query heads per KV"
+        f" head, head_dim 128 unless named. Assumed: TB/s of a copy ({rates}), and "
+        f"{assumptions['issue_share']:.0%} of the issue slots."
+    )
+    return f"{table.markdown_table([['pages', *gpus], *lines])}\n\n{note}"
 
 
 def _benchmarks(speed: dict[str, Any]) -> str:

@@ -38,7 +38,8 @@ class Plan:
 def measure(plan: Plan) -> Report:
     """Contexts beyond what a model was made for are left out.
 
-    Raises EvalError, before anything is timed, for a model that cannot be loaded, or for what cannot be done here.
+    Raises EvalError, before anything is timed, for a model that cannot be loaded, or for what cannot be done here, such
+    as measuring memory.
     """
     if plan.memory is not None and not Path("/proc/self/clear_refs").exists():
         raise model.EvalError("memory can only be measured on Linux; leave out --memory")
@@ -47,6 +48,9 @@ def measure(plan: Plan) -> Report:
     sources = {name: model.find_source(name) for name in plan.models if name != RANDOM_MODEL}
     effort, shape = Effort(plan.rounds), Shape()
     report = Report(shape)
+    if plan.memory is not None:  # first: what cannot be measured is then known before half an hour of timings
+        name = next((name for name in plan.models if name != RANDOM_MODEL), None)
+        report.memory += measure_memory(name, cache_labels(plan.bits, plan.peers, grouped=False), plan.memory)
     report.timings += time_attention(shape, plan.contexts, plan.bits, plan.threads, effort)
     for name in plan.models:
         for label, loaded in _models(sources.get(name)):
@@ -56,9 +60,6 @@ def measure(plan: Plan) -> Report:
             most = getattr(config, "max_position_embeddings", None) or max(plan.contexts)
             contexts = [context for context in plan.contexts if context <= most]
             report.timings += time_decoding(label, loaded, contexts, caches, plan.threads, effort)
-    if plan.memory is not None:
-        name = next((name for name in plan.models if name != RANDOM_MODEL), None)
-        report.memory += measure_memory(name, cache_labels(plan.bits, plan.peers, grouped=False), plan.memory)
     return report
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -222,6 +223,13 @@ class TritonLayout(PageLayout):
     @property
     def head_words(self) -> int:
         return self.parts[1].last
+
+    @cached_property
+    def constants(self) -> dict[str, Any]:
+        """What compiled kernels are specialized for."""
+        from kvquant_kernels.triton.constants import page_constants  # which builds on this module
+
+        return page_constants(self)
 
     @cached_property
     def page_bytes(self) -> int:

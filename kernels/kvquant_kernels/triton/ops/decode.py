@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvquant_kernels.triton import constants, launch
+from kvquant_kernels.triton import launch
 from kvquant_kernels.triton.attend import Operands, basis_on
 from kvquant_kernels.triton.ops.combine import combine
 from kvquant_kernels.triton.ops.exact import attend_exact
@@ -32,7 +32,7 @@ def _partial_results(operands: Operands) -> tuple[Tensor, Tensor]:
     largest score, in base 2, that was taken from all, and their sum."""
     query, layout, device = operands.query, operands.layout, operands.query.device
     batch, num_q_heads, q_len, _ = query.shape
-    page = constants.page_constants(layout)
+    page = layout.constants
     chosen = launch.choose(launch.target_of(device), max(page["HEAD_DIM_K"], page["HEAD_DIM_V"]))
     block_r = chosen.block_r(operands.num_rows)
     programs = layout.num_heads * -(-operands.num_rows // block_r)
