@@ -29,7 +29,8 @@ from gate_variants import ARCHS, VARIANTS
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "kernels.json"
 TOLERANCE = 1.1  # times the instructions per element of the results
-BUDGETS = {("decode int4 full", "sm_90"): 2.5}  # instructions per element, whatever the results have
+# Instructions per element, whatever the results have. The oldest triton takes more to load keys for matrix products.
+BUDGETS = {("decode int4 full", "sm_90"): 2.6 if triton.__version__.startswith("3.6") else 2.5}
 READ_PAGES = ("decode", "materialize")
 
 Row = dict[str, Any]
@@ -38,7 +39,7 @@ Row = dict[str, Any]
 def measured(name: str, arch_name: str) -> Row:
     """What one kernel, compiled for one kind of GPU, consists of."""
     variant, arch = VARIANTS[name], ARCHS[arch_name]
-    kernel = gate_variants.compiled(variant, arch)
+    kernel, readers = gate_variants.compiled(variant, arch)
     if arch.target.backend == "hip":
         code = machine_code.read_amd(kernel.asm["amdgcn"])
     else:
@@ -47,7 +48,7 @@ def measured(name: str, arch_name: str) -> Row:
     row |= {"warps": kernel.metadata.num_warps, "shared": kernel.metadata.shared}
     row |= {field: getattr(code, field) for field in ("registers", "spills", "wide_loads", "matrix", "instructions")}
     if variant.elements and code.has_loop:
-        share = variant.elements / (row["warps"] * arch.lanes)
+        share = variant.elements / (row["warps"] * arch.lanes * readers)
         row["bytes_per_element"] = variant.bytes_per_element
         row["per_element"] = roofline.per_element(code.instructions, code.products / arch.lanes, share)
     return row
@@ -76,7 +77,8 @@ def _excess(row: Row, results: Sequence[Row]) -> Iterator[str]:
     place, now = (row["variant"], row["arch"]), row["per_element"]["issue"]
     if now > BUDGETS.get(place, now):
         yield f"{now} instructions per element, of {BUDGETS[place]}"
-    before = [old["per_element"]["issue"] for old in results if (old["variant"], old["arch"]) == place]
+    same = [old for old in results if (old["variant"], old["arch"]) == place and "per_element" in old]
+    before = [old["per_element"]["issue"] for old in same]
     if results and not before:
         yield "not in results/kernels.json; run this with --update"
     elif before and now > TOLERANCE * before[0]:
@@ -126,13 +128,17 @@ def _stored() -> dict[str, Any]:
 
 
 def _store(rows: Sequence[Row], path: Path) -> None:
-    """Beside the rows of other releases of triton that the file has."""
+    """Beside the rows of other releases of triton that results/kernels.json has."""
     kernels = _stored()["kernels"] | {triton.__version__: rows}
     newest = max(kernels, key=lambda version: [int(part) for part in version.split(".")])
-    report = {"assumptions": roofline.assumptions(), "bounds": roofline.bounds(kernels[newest]), "kernels": kernels}
-    # A row on a line, so that a change of one is a change of one line.
-    text = json.dumps(report, indent=1)
-    path.write_text(re.sub(r"\{[^{}]*\{[^{}]*\}[^{}]*\}|\{[^{}]*\}", lambda row: " ".join(row[0].split()), text) + "\n")
+    lists = ",\n".join(f'  "{version}": {_one_a_line(kernels[version])}' for version in kernels)
+    assumptions, bounds = json.dumps(roofline.assumptions()), _one_a_line(roofline.bounds(kernels[newest]))
+    path.write_text(f'{{\n "assumptions": {assumptions},\n "bounds": {bounds},\n "kernels": {{\n{lists}\n }}\n}}\n')
+
+
+def _one_a_line(rows: Sequence[Row]) -> str:
+    """JSON in which a change of a row is a change of a line."""
+    return "[\n" + ",\n".join(f"   {json.dumps(row)}" for row in rows) + "\n  ]"
 
 
 def _python_with(version: str) -> Path:

@@ -138,8 +138,8 @@ def _seal(fmt: QuantFormat, head_dim: int, part: int) -> Variant:
     return Variant("seal", archs, lambda: seal(_states(*shape), _records(layout), layout.parts[part], codec))
 
 
-def _materialize(fmt: QuantFormat, part: int) -> Variant:
-    layout, codec = layout_of((fmt, fmt), 128), StateCodec(fmt, rotated=True)
+def _materialize(fmt: QuantFormat, head_dim: int, part: int) -> Variant:
+    layout, codec = layout_of((fmt, fmt), head_dim), StateCodec(fmt, rotated=True)
     archs = FEW if fmt.bits == 2 else ALL
     return Variant(
         "materialize", archs, lambda: materialize(_records(layout), layout.parts[part], codec, torch.bfloat16)
@@ -186,7 +186,8 @@ def _variants() -> Iterator[tuple[str, Variant]]:
         yield f"combine d{head_dim}", _combine(head_dim)
     for name in ("int8", "int4", "int2", "e4m3"):
         for i, part in enumerate(("keys", "values")):
-            yield f"materialize {name} {part}", _materialize(PAIRS[name][i], i)
+            for head_dim in (128, 256) if name in ("int4", "e4m3") else (128,):
+                yield f"materialize {name} {part} d{head_dim}", _materialize(PAIRS[name][i], head_dim, i)
             for head_dim in (64, 128, 256):
                 if can_seal(layout_of(PAIRS[name], head_dim).parts[i], StateCodec(PAIRS[name][i], rotated=True)):
                     yield f"seal {name} {part} d{head_dim}", _seal(PAIRS[name][i], head_dim, i)
@@ -212,20 +213,28 @@ class _Driver:
         return self._target
 
 
-def compiled(variant: Variant, arch: Arch) -> CompiledKernel:
+class Compiled(NamedTuple):
+    """readers: programs that read the same page, each for some of the query rows; 1 for other kernels."""
+
+    kernel: CompiledKernel
+    readers: int
+
+
+def compiled(variant: Variant, arch: Arch) -> Compiled:
     """The kernel that the variant's launcher asks triton for on a GPU of this kind. Raises what triton raises."""
-    kernels, run = [], JITFunction.run
+    found, run = [], JITFunction.run
 
     def instead(kernel: JITFunction, *args: Any, **options: Any) -> None:
         if kernel.__name__ == f"_{variant.kernel}_kernel":
             if "USE_ASM" in options:
                 options["USE_ASM"] = arch.target.backend == "cuda"
-            kernels.append(run(kernel, *args, **options | {"warmup": True}))
+            readers = options["grid"][1] // NUM_HEADS if variant.kernel == "decode" else 1
+            found.append(Compiled(run(kernel, *args, **options | {"warmup": True}), readers))
 
     with _pretending(arch), mock.patch.object(JITFunction, "run", instead):
         variant.launch()
-    (kernel,) = kernels
-    return kernel
+    (one,) = found
+    return one
 
 
 @contextmanager

@@ -19,6 +19,7 @@ NUM_EXACT = 4  # programs for the exact tokens of a row: as long as a few pages 
 class Launch:
     """Launch parameters of decode attention on one kind of device for one head_dim.
 
+    max_registers: of a thread; without it NVIDIA's compiler spills some, to make room for more programs.
     block_rows: the least and the most query rows of a program.
     exact_tokens: exact tokens that a program takes at a time.
     programs_per_processor: what keeps a multiprocessor busy.
@@ -26,9 +27,16 @@ class Launch:
 
     num_warps: int
     num_stages: int
+    max_registers: int | None
     block_rows: tuple[int, int]
     exact_tokens: int
     programs_per_processor: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What triton is told beside the kernel's arguments."""
+        found = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return found if self.max_registers is None else found | {"maxnreg": self.max_registers}
 
     def block_r(self, num_rows: int) -> int:
         """Query rows of a program, of num_rows that share a KV head."""

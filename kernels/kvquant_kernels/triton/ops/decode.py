@@ -67,9 +67,8 @@ def _partial_results(operands: Operands) -> tuple[Tensor, Tensor]:
         num_q_heads // layout.num_heads,
         **page,
         **call_constants(operands, chosen, block_r),
-        num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
         enable_fp_fusion=True,
+        **chosen.options,
     )
     return partial, weights
 
@@ -180,7 +179,8 @@ def _decode_kernel(
     num_tiles = tl.cdiv(num_rows, BLOCK_R)
     num_heads = tl.num_programs(1) // num_tiles
     head = (tl.program_id(1) // num_tiles).to(tl.int64)
-    row = (tl.program_id(1) % num_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
+    first_row = (tl.program_id(1) % num_tiles) * BLOCK_R
+    row = first_row + tl.arange(0, BLOCK_R)
     is_row = row < num_rows
     q_head = head * num_rep + row // q_len
     q_row_ptr = q_ptr + b * stride_qb + (q_head * stride_qh + (row % q_len) * stride_qq)
@@ -197,8 +197,8 @@ def _decode_kernel(
     first_visible = tl.load(lengths_ptr + 2)
     mask_row_ptr -= first_visible.to(tl.int64) * stride_mt  # masks begin there
     first_page_column = start + NUM_SINKS
-    # [B, Hkv, num_rows, splits + NUM_EXACT]
-    at = ((b * num_heads + head) * num_rows + row) * (num_splits + NUM_EXACT) + pid_split
+    # Results are [B, Hkv, num_rows, splits + NUM_EXACT]; where that of the first row is.
+    first_at = ((b * num_heads + head) * num_rows + first_row) * (num_splits + NUM_EXACT) + pid_split
 
     if pid_split < num_splits:
         first = tl.maximum(first_visible - first_page_column, 0) // PAGE_SIZE if HAS_WINDOW else 0
@@ -215,9 +215,11 @@ def _decode_kernel(
             first_visible,
             mask_row_ptr,
             stride_mt,
-            partial_ptr + at * PARTIAL_DIM,
-            weights_ptr + 2 * at,
-            is_row,
+            partial_ptr,
+            weights_ptr,
+            first_at,
+            num_splits + NUM_EXACT,
+            num_rows - first_row,
             page_words,
             page_scale,
             softcap,
@@ -243,6 +245,7 @@ def _decode_kernel(
             V_GROUPS,
             V_MIDDLE,
             V_FACTOR,
+            PARTIAL_DIM,
             MASK,
             MASK_IS_SHARED,
             HAS_WINDOW,
@@ -302,6 +305,7 @@ def _decode_kernel(
                 HAS_SOFTCAP,
             )
         offs_v = tl.arange(0, BLOCK_DV)
+        at = first_at + tl.arange(0, BLOCK_R) * (num_splits + NUM_EXACT)
         tl.store(
             partial_ptr + (at * PARTIAL_DIM)[None, :] + offs_v[:, None],
             acc,

@@ -13,7 +13,7 @@ from kvquant_kernels.triton.attend import basis_on
 from kvquant_kernels.triton.layout import PartLayout, code_name
 from kvquant_kernels.triton.ops import tiles
 
-MAX_TOKENS = 64  # of a program: so many that they fit into its registers
+MAX_TOKENS, MAX_CHANNELS = 64, 128  # of a program: so many that they fit into its registers
 
 
 def materialize(records: Tensor, part: PartLayout, codec: StateCodec, dtype: torch.dtype) -> Tensor:
@@ -21,9 +21,10 @@ def materialize(records: Tensor, part: PartLayout, codec: StateCodec, dtype: tor
     (heads, size, dim), channels, fmt = part.shape, part.channels, part.fmt
     out = torch.empty(records.shape[0], heads, size, dim, dtype=dtype, device=records.device)
     code = constants.CODES[code_name(fmt)]
-    tokens = min(part.tokens, MAX_TOKENS)
+    tokens = min(part.tokens, MAX_TOKENS if dim <= MAX_CHANNELS or part.is_key else MAX_TOKENS // 2)
+    block_d = min(max(16, launch.power_of_two(dim)), MAX_CHANNELS)
     with launch.device_of(records):
-        _materialize_kernel[(records.shape[0], heads, size // tokens)](
+        _materialize_kernel[(records.shape[0], heads, size // tokens * -(-dim // block_d))](
             records,
             basis_on(channels, codec.rotated, records.device),
             out,
@@ -31,7 +32,7 @@ def materialize(records: Tensor, part: PartLayout, codec: StateCodec, dtype: tor
             *out.stride()[:2],
             channels.basis_factor(codec.rotated),
             HEAD_DIM=dim,
-            BLOCK_D=max(16, launch.power_of_two(dim)),
+            BLOCK_D=block_d,
             CODE=code_name(fmt),
             IS_KEY=part.is_key,
             PER_CHANNEL=part.is_per_channel,
@@ -47,10 +48,19 @@ def materialize(records: Tensor, part: PartLayout, codec: StateCodec, dtype: tor
             CODES=part.first,
             SCALES=part.scales,
             USE_ASM=records.is_cuda and torch.version.hip is None,
-            num_warps=max(4, tokens * launch.power_of_two(dim) // 2048),
             enable_fp_fusion=True,
+            **_options(tokens * block_d, launch.target_of(records.device)),
         )
     return out
+
+
+def _options(elements: int, target: str) -> dict[str, int]:
+    """So many warps that the states of a program fit into registers; AMD's warps are twice as wide.
+
+    NVIDIA's compiler would spill a few registers to have fewer of them, and no more programs run for it.
+    """
+    num_warps = max(8, elements // 1024)
+    return {"num_warps": num_warps // 2} if target.startswith("gfx") else {"num_warps": num_warps, "maxnreg": 255}
 
 
 @triton.jit
@@ -81,14 +91,16 @@ def _materialize_kernel(
     SCALES: tl.constexpr,
     USE_ASM: tl.constexpr,
 ):
-    """grid: (pages, H, PAGE_SIZE / TOKENS)
+    """grid: (pages, H, PAGE_SIZE / TOKENS * chunks of BLOCK_D channels)
 
-    One program restores TOKENS tokens of the keys, or the values, of one page and head. All are in one block.
+    One program restores some channels of TOKENS tokens of the keys, or the values, of one page and head. The tokens are
+    in one block.
     """
     page = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(2) // (BLOCK // TOKENS)
-    first = tl.program_id(2) % (BLOCK // TOKENS) * TOKENS  # of the block
+    NUM_CHUNKS: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
+    block = tl.program_id(2) // NUM_CHUNKS // (BLOCK // TOKENS)
+    first = tl.program_id(2) // NUM_CHUNKS % (BLOCK // TOKENS) * TOKENS  # of the block
     record_ptr = records_ptr + page * stride_rp + head * stride_rh
     PER_GROUP: tl.constexpr = PARTS // GROUPS
     ROWS: tl.constexpr = TOKENS if IS_KEY else WIDTH
@@ -98,7 +110,7 @@ def _materialize_kernel(
     tile_ptr += first * STRIDE if IS_KEY else first // 2
     offs_words = tl.arange(0, ROWS)[:, None] * STRIDE + tl.arange(0, COLS)[None, :]
     offs_t = tl.arange(0, TOKENS)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = tl.program_id(2) % NUM_CHUNKS * BLOCK_D + tl.arange(0, BLOCK_D)
     is_channel = offs_d < HEAD_DIM
     out = tl.zeros([TOKENS, BLOCK_D], tl.float32)
     for g in tl.static_range(GROUPS):

@@ -22,9 +22,11 @@ def attend_pages(
     first_visible,
     mask_row_ptr,
     mask_stride,
-    partial_row_ptr,
-    weight_row_ptr,
-    is_row,
+    partial_ptr,
+    weights_ptr,
+    first_at,
+    num_parts,
+    num_rows,
     page_words,
     page_scale,
     softcap,
@@ -50,6 +52,7 @@ def attend_pages(
     V_GROUPS: tl.constexpr,
     V_MIDDLE: tl.constexpr,
     V_FACTOR: tl.constexpr,
+    PARTIAL_DIM: tl.constexpr,
     MASK: tl.constexpr,
     MASK_IS_SHARED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -57,24 +60,29 @@ def attend_pages(
     USE_ASM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attention to pages first..last-1 of one row and head; stores its partial output, in positions, with m and l."""
+    """Attention to pages first..last-1 of one row and head; stores its partial output, in positions, with m and l.
+
+    num_rows: of the query rows, those that exist. Results of query row r are the (first_at + r * num_parts)-th.
+    """
     BLOCK: tl.constexpr = PAGE_SIZE // NUM_BLOCKS
     LOG_BOOST: tl.constexpr = tiles.log_boost(V_CODE)
     K_BLOCKS: tl.constexpr = tiles.blocks_of(K_CODE)
     V_BLOCKS: tl.constexpr = tiles.blocks_of(V_CODE)
     factors = _query_factors(
-        q_row_ptr, is_row, basis_ptr, page_scale, K_CODE, BLOCK_DK, HEAD_DIM_K, K_PARTS, K_WIDTH, BLOCK_R
+        q_row_ptr, num_rows, basis_ptr, page_scale, K_CODE, BLOCK_DK, HEAD_DIM_K, K_PARTS, K_WIDTH, BLOCK_R
     )
     offs_t = tl.arange(0, BLOCK)
     m = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_R], tl.float32)
+    # Sums over tokens are completed after the last page, if there are registers for what is incomplete until then.
+    LANES: tl.constexpr = 16 if BLOCK_R * V_PARTS * V_WIDTH <= 1024 else 1
+    l = tl.zeros([LANES, BLOCK_R], tl.float32)
     acc = ()
     for i in tl.static_range(V_PARTS):
         acc = acc + (tl.zeros([V_WIDTH, BLOCK_R], tl.float32),)
     zeros = ()  # what zero points of groups add to values
     if not V_PER_CHANNEL and V_MIDDLE != 0.0:
         for g in tl.static_range(V_GROUPS):
-            zeros = zeros + (tl.zeros([BLOCK_R], tl.float32),)
+            zeros = zeros + (tl.zeros([LANES, BLOCK_R], tl.float32),)
     # A page's slot is loaded while the page before is attended to: otherwise its words would be late.
     slot = tl.load(slots_ptr + tl.minimum(first, last - 1), mask=first < last, other=0)
     for page in tl.range(first, last, num_stages=STAGES):
@@ -114,7 +122,7 @@ def attend_pages(
         total = weights[0]
         for t in tl.static_range(1, NUM_BLOCKS):
             total += weights[t]
-        l = l * keep + tl.sum(total, 0)
+        l = l * keep[None, :] + tiles.partly_summed(total, BLOCK, BLOCK_R, LANES)
         m = m_new
         words = tiles.load_words(record_ptr + V_CODES, NUM_BLOCKS // V_BLOCKS * (V_PARTS // 2), V_WIDTH, BLOCK // 2)
         if V_PER_CHANNEL:
@@ -125,26 +133,30 @@ def attend_pages(
         else:
             acc, zeros = _sums_per_token(
                 words, record_ptr + V_SCALES, weights, acc, zeros, keep, NUM_BLOCKS, V_CODE, V_PARTS, V_WIDTH, V_GROUPS,
-                V_MIDDLE, USE_ASM, BLOCK, BLOCK_R, PAGE_SIZE,
+                V_MIDDLE, USE_ASM, BLOCK, BLOCK_R, PAGE_SIZE, LANES,
             )  # fmt: skip
     if not V_PER_CHANNEL and V_MIDDLE != 0.0:
         acc = _with_zeros(acc, zeros, V_CODE, V_PARTS, V_GROUPS)
+    row = tl.arange(0, BLOCK_R)  # again, and what follows from it: not to be kept in registers beside the loop
+    is_row = row < num_rows
+    at = first_at + row * num_parts
     for i in tl.static_range(V_PARTS):
-        at = partial_row_ptr[None, :] + (i * V_WIDTH + tl.arange(0, V_WIDTH))[:, None]
-        tl.store(at, acc[i] * (V_FACTOR / tiles.part_unit(V_CODE, i)), mask=is_row[None, :])
-    tl.store(weight_row_ptr, m, mask=is_row)
-    tl.store(weight_row_ptr + 1, l, mask=is_row)
+        offs = (at * PARTIAL_DIM)[None, :] + (i * V_WIDTH + tl.arange(0, V_WIDTH))[:, None]
+        tl.store(partial_ptr + offs, acc[i] * (V_FACTOR / tiles.part_unit(V_CODE, i)), mask=is_row[None, :])
+    tl.store(weights_ptr + 2 * at, m, mask=is_row)
+    tl.store(weights_ptr + 2 * at + 1, tl.sum(l, 0), mask=is_row)
 
 
 @triton.jit
 def _query_factors(
-    q_row_ptr, is_row, basis_ptr, page_scale, CODE: tl.constexpr, BLOCK_DK: tl.constexpr, HEAD_DIM_K: tl.constexpr,
+    q_row_ptr, num_rows, basis_ptr, page_scale, CODE: tl.constexpr, BLOCK_DK: tl.constexpr, HEAD_DIM_K: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Queries of rows [R] in the positions and the basis of the pages, as parts float32 [WIDTH, R].
 
     They are multiplied by page_scale, and divided by the unit of the part's codes.
     """
+    is_row = tl.arange(0, BLOCK_R) < num_rows
     CHUNK: tl.constexpr = min(32, BLOCK_DK)  # of channels: few enough for a tile of the basis to fit beside the rest
     factors = ()
     for i in tl.static_range(PARTS):
@@ -240,12 +252,13 @@ def _sums_per_token(
     words, scales_ptr, weights, acc, zeros, keep, NUM_BLOCKS: tl.constexpr, CODE: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr, GROUPS: tl.constexpr, MIDDLE: tl.constexpr, USE_ASM: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """acc * keep plus the sums of a page's values, with a scale per token and group, which goes into the weights.
 
     Sums are in the units of their parts. Codes are centered here: flat weights add up to much more than the values
     that they weigh, whose signs differ, and what codes have too much would drown these. What zero points add is
-    collected in `zeros` of each group [BLOCK, R].
+    collected in `zeros` of each group [LANES, R].
     """
     BLOCKS: tl.constexpr = tiles.blocks_of(CODE)
     PER_GROUP: tl.constexpr = PARTS // GROUPS
@@ -263,7 +276,7 @@ def _sums_per_token(
                 scale *= 1.0 / tiles.block_unit(CODE, t)
             scaled = scaled + ((weights[t] * scale[:, None]).to(tl.float16),)
         if MIDDLE != 0.0:
-            new_zeros = new_zeros + (zeros[g] * keep + tl.sum(z, 0),)
+            new_zeros = new_zeros + (zeros[g] * keep[None, :] + tiles.partly_summed(z, BLOCK, BLOCK_R, LANES),)
         for i in tl.static_range(g * PER_GROUP, (g + 1) * PER_GROUP):
             # Products of one page at a time: over many, what tensor cores cut off would add up.
             a = tl.zeros([WIDTH, BLOCK_R], tl.float32)
@@ -282,8 +295,9 @@ def _with_zeros(acc, zeros, CODE: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.
     PER_GROUP: tl.constexpr = PARTS // GROUPS
     sums = ()
     for g in tl.static_range(GROUPS):
+        zero = tl.sum(zeros[g], 0)
         for i in tl.static_range(g * PER_GROUP, (g + 1) * PER_GROUP):
-            sums = sums + (acc[i] + (zeros[g] * tiles.part_unit(CODE, i))[None, :],)
+            sums = sums + (acc[i] + (zero * tiles.part_unit(CODE, i))[None, :],)
     for i in tl.static_range(GROUPS * PER_GROUP, PARTS):
         sums = sums + (acc[i],)  # padding
     return sums

@@ -254,11 +254,10 @@ def _sum_by_halves(x, GROUP: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constex
         6 if GROUP == 64 else (5 if GROUP == 32 else 4))))  # fmt: skip
     for i in tl.static_range(STEPS):
         if DIM == 0:
-            halves = tl.permute(tl.reshape(x, (2, GROUP >> (i + 1), GROUPS)), (1, 2, 0))
+            x = tl.sum(tl.reshape(x, (2, GROUP >> (i + 1), GROUPS)), 0)  # of two numbers, in whatever order
         else:
-            halves = tl.permute(tl.reshape(x, (GROUPS, 2, GROUP >> (i + 1))), (0, 2, 1))
-        first, second = tl.split(halves)
-        x = first + second
+            first, second = tl.split(tl.permute(tl.reshape(x, (GROUPS, 2, GROUP >> (i + 1))), (0, 2, 1)))
+            x = first + second
     return tl.reshape(x, (GROUPS,))
 
 
