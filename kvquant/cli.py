@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
     _add_eval(verbs)
     _add_bench(verbs)
+    _add_plan(verbs)
     _add_doctor(verbs)
     options = parser.parse_args(arguments)
     try:
@@ -141,6 +142,14 @@ def _time(options: argparse.Namespace) -> None:
         print(f"\n{table.aligned(lines)}")
     if options.plot:
         report.plot(found, options.plot)
+
+
+def _add_plan(verbs: Any) -> None:
+    from kvquant_evals.plan import verb  # loads neither torch nor transformers
+
+    parser = verbs.add_parser("plan", help=verb.SUMMARY, description=verb.SUMMARY)
+    verb.add_arguments(parser)
+    parser.set_defaults(run=verb.run)
 
 
 def _add_doctor(verbs: Any) -> None:

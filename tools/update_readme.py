@@ -48,7 +48,7 @@ def _bounds(kernels: dict[str, Any]) -> str:
     bounds, assumptions = kernels["bounds"], kernels["assumptions"]
     gpus, variants = list(assumptions["gpus"]), list(dict.fromkeys(bound["variant"] for bound in bounds))
     cells = {(bound["variant"], bound["gpu"]): f"{bound['speedup']:.2f}x, {bound['limit']}" for bound in bounds}
-    lines = [[variant.removeprefix("decode "), *(cells[variant, gpu] for gpu in gpus)] for variant in variants]
+    lines = [[name.removeprefix("decode "), *(cells.get((name, gpu), "") for gpu in gpus)] for name in variants]
     rates = ", ".join(f"{name} {gpu['terabytes']}" for name, gpu in assumptions["gpus"].items())
     note = (
         "The upper bound and what sets it. Keys and values are of one format unless two are named; 8 query heads per KV"

@@ -1,0 +1,1 @@
+"""What a model's cache takes, and what fits into a GPU's memory: from the configuration alone, without weights."""
