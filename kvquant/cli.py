@@ -56,6 +56,9 @@ def _add_eval(verbs: Any) -> None:
         metavar="B",
         help="8, 4, 3, 2, 16, fp8, or key,value; repeatable (default: 8 and 4)",
     )
+    add("--peer", action="append", metavar="NAME", default=[], help="also somebody else's cache; repeatable")
+    add("--peers", action="store_true", help="also all of these that can run here")
+    add("--list-peers", action="store_true", help="only tell what they are")
     add("--model", help="a hub id, a folder or a .gguf file (default: SmolLM2-135M-Instruct)")
     add("--tokens", type=_count, default=4096, help="length of the text for perplexity (default: %(default)s)")
     add("--chunk", type=_count, default=128, help="tokens per forward pass (default: %(default)s)")
@@ -175,7 +178,11 @@ def _doctor(options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     # Here, so that other verbs and `import kvquant` do not load models' code.
     from kvquant_evals import model, runner, task
+    from kvquant_evals.peers import catalog
 
+    if options.list_peers:
+        print(catalog.listing())
+        return 0
     contexts = tuple(dict.fromkeys(options.context or (512, 1024)))
     settings = task.Settings(
         tokens=options.tokens,
@@ -188,12 +195,14 @@ def _eval(options: argparse.Namespace) -> int:
     )
     try:
         _check_writable("json", options.json)
+        peers = catalog.runnable() if options.peers else catalog.find(options.peer)
         text = model.default_text() if options.text is None else model.read_text(options.text)
         source = model.find_source(options.model)
         runner.check(source, text, settings)
         subject = source.load()
         wanted = dict.fromkeys(options.bits or [8, 4])
         contenders = [runner.Contender.quantized(_label(bits), QuantConfig.preset(bits), subject) for bits in wanted]
+        contenders += [peer.contender(subject) for peer in peers]
         report = runner.Report(source.name, settings)
         interrupted = _evaluate(subject, text, settings, contenders, report)
         _print_report(report, options.json)
@@ -227,6 +236,8 @@ def _print_report(report: Report, json_path: str | None) -> None:
     if report.rows:
         print(f"\n{table.caption(plain)}\n\n{table.plain(plain)}")
     for row in report.rows:
+        for task, reason in row.failures.items():
+            print(f"kvquant eval: {row.label} has no {task}: {reason}", file=sys.stderr)
         if row.is_broken:
             print(f"kvquant eval: {row.label} is broken: mean KL {row.scores['kl_mean']:.2f} nats", file=sys.stderr)
         if row.is_untested:

@@ -15,21 +15,29 @@ from transformers import Cache, DynamicCache
 
 from kvquant import QuantCache, QuantConfig, __version__
 from kvquant_evals.model import Source, Subject
-from kvquant_evals.task import Bar, Outcome, Run, Settings, discover
+from kvquant_evals.task import Bar, Outcome, Run, Settings, Task, discover
 
 FULL_PRECISION = "full precision"
 
 # Mean KL in nats beyond which a cache is broken rather than coarse: at one nat the text is no longer the model's.
 BROKEN_KL = 1.0
 
+# What caches of others raise when a task asks for something that they cannot do.
+_PEER_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError)
+
 
 @dataclass(frozen=True)
 class Contender:
-    """A kind of cache under evaluation."""
+    """A kind of cache under evaluation.
+
+    quant: its configuration, if it is a QuantCache. is_peer: whether a task that it cannot do leaves a gap in its row,
+    instead of ending the run.
+    """
 
     label: str
     new_cache: Callable[[], Cache]
     quant: QuantConfig | None = None
+    is_peer: bool = False
 
     @staticmethod
     def quantized(label: str, quant: QuantConfig, subject: Subject) -> Contender:
@@ -38,12 +46,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class Row:
-    """All that was found about one cache."""
+    """All that was found about one cache. failures: why there are no scores of a task, by its name."""
 
     label: str
     quant: dict[str, Any] | None
     scores: dict[str, float]
     items: dict[str, list[dict[str, Any]]]
+    failures: dict[str, str] = field(default_factory=dict)
+    is_peer: bool = False
 
     @property
     def is_broken(self) -> bool:
@@ -67,7 +77,8 @@ class Report:
 
     @property
     def broken(self) -> list[Row]:
-        return [row for row in self.rows if row.is_broken]
+        """Our rows that fail the sanity check. How bad those of peers are is what they are there to show."""
+        return [row for row in self.rows if row.is_broken and not row.is_peer]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -78,6 +89,34 @@ class Report:
             "is_complete": self.is_complete,
             "rows": [asdict(row) | {"is_broken": row.is_broken} for row in self.rows],
         }
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A contender with what its tasks have given so far."""
+
+    contender: Contender
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def take(self, task: Task, run: Run) -> None:
+        try:
+            self.outcomes[task.name] = task.run(run)
+        except _PEER_ERRORS as error:
+            if not self.contender.is_peer:
+                raise
+            first_line = str(error).strip().partition("\n")[0]
+            self.failures[task.name] = f"{type(error).__name__}: {first_line}"
+
+    def row(self, full: dict[str, float]) -> Row:
+        """The finished row; `full` are the scores of full precision."""
+        contender, outcomes = self.contender, self.outcomes
+        scores = {name: score for outcome in outcomes.values() for name, score in outcome.scores.items()}
+        if contender.is_peer and contender.quant is None:
+            scores |= _bits_by_bytes(scores, full)
+        items = {name: outcome.items for name, outcome in outcomes.items()}
+        quant = contender.quant.to_dict() if contender.quant else None
+        return Row(contender.label, quant, scores, items, self.failures, contender.is_peer)
 
 
 def check(source: Source, text: str, settings: Settings) -> None:
@@ -99,13 +138,12 @@ def evaluate(
     full = Contender(FULL_PRECISION, partial(DynamicCache, config=subject.model.config))
     baselines: dict[str, Outcome] = {}
     for contender in (full, *contenders):
-        outcomes: dict[str, Outcome] = {}
+        turn = _Turn(contender)
         for task in tasks:
             baseline = baselines.get(task.name)
-            run = Run(subject, text, settings, contender.label, contender.new_cache, open_bar, baseline)
-            outcomes[task.name] = task.run(run)
-        baselines = baselines or outcomes
-        report.rows.append(_row(contender, outcomes))
+            turn.take(task, Run(subject, text, settings, contender.label, contender.new_cache, open_bar, baseline))
+        baselines = baselines or turn.outcomes
+        report.rows.append(turn.row(report.rows[0].scores if report.rows else {}))
     report.is_complete = True
 
 
@@ -118,7 +156,8 @@ def versions() -> dict[str, str]:
     }
 
 
-def _row(contender: Contender, outcomes: dict[str, Outcome]) -> Row:
-    scores = {name: score for outcome in outcomes.values() for name, score in outcome.scores.items()}
-    items = {name: outcome.items for name, outcome in outcomes.items()}
-    return Row(contender.label, contender.quant.to_dict() if contender.quant else None, scores, items)
+def _bits_by_bytes(scores: dict[str, float], full: dict[str, float]) -> dict[str, float]:
+    """The bits per number of a cache that does not count its numbers: they are as many as full precision holds."""
+    if "bytes_per_token" not in scores:
+        return {}
+    return {"effective_bits": full["effective_bits"] * scores["bytes_per_token"] / full["bytes_per_token"]}

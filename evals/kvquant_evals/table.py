@@ -17,20 +17,23 @@ def cells(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> list[list
 
 
 def _cells(row: dict[str, Any], full: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    scores = row["scores"]
-    change = scores["perplexity"] / full["scores"]["perplexity"] - 1
-    is_full = row is full
-    return [
-        row["label"],
-        f"{scores['perplexity']:.4f}",
-        "" if is_full else f"{change:+.2%}",
-        "" if is_full else f"{scores['kl_mean']:.5f}",
-        "" if is_full else f"{scores['kl_p99']:.5f}",
-        "" if is_full else f"{scores['top1']:.2%}",
-        *(f"{scores[f'retrieval_{context}']:.2f}" for context in settings["contexts"]),
-        f"{scores['bytes_per_token']:,.0f}",
-        f"{scores['effective_bits']:.2f}",
-    ]
+    scores = dict(row["scores"])
+    if row is full:
+        scores = {name: score for name, score in scores.items() if name not in ("kl_mean", "kl_p99", "top1")}
+    elif "perplexity" in scores:
+        scores["change"] = scores["perplexity"] / full["scores"]["perplexity"] - 1
+    formats = {
+        "perplexity": ".4f",
+        "change": "+.2%",
+        "kl_mean": ".5f",
+        "kl_p99": ".5f",
+        "top1": ".2%",
+        **{f"retrieval_{context}": ".2f" for context in settings["contexts"]},
+        "bytes_per_token": ",.0f",
+        "effective_bits": ".2f",
+    }
+    # What a peer's cache could not do has no score.
+    return [row["label"], *(format(scores[name], spec) if name in scores else "" for name, spec in formats.items())]
 
 
 def plain(report: dict[str, Any]) -> str:

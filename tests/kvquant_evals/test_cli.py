@@ -200,6 +200,34 @@ def test_markdown_table_has_the_cells_of_the_plain_one():
     assert "4 bit              10.1000  +1.00%" in table.plain(report)
 
 
+def test_rows_of_peers(tiny_folder, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    peers = ["--peer", "vllm-int8", "--peer", "kivi-2", "--peer", "vllm-int8"]
+    assert main(["eval", "--model", tiny_folder, "--bits", "8", *peers, *SMALL, "--json", str(path)]) == 0
+    labels = [row["label"] for row in json.loads(path.read_text())["rows"]]
+    assert labels == ["full precision", "8 bit", "vLLM int8 per token and head", "KIVI 2"]
+    out = capsys.readouterr().out
+    assert all(label in out for label in labels)
+
+
+def test_a_score_that_a_peer_has_not_is_an_empty_cell():
+    settings = {"contexts": [160]}
+    full = {"label": "full precision", "scores": {"perplexity": 2.0, "bytes_per_token": 8, "effective_bits": 32}}
+    peer = {"label": "peer", "scores": {"perplexity": 3.0, "kl_mean": 0.5, "bytes_per_token": 4, "effective_bits": 16}}
+    cells = table.cells([full, peer], settings)
+    assert cells[1] == ["peer", "3.0000", "+50.00%", "0.50000", "", "", "", "4", "16.00"]
+    assert len(cells[0]) == len(cells[1]) == len(table.header(settings))
+
+
+def test_unknown_peers_and_the_list_of_those_there_are(tiny_folder, capsys):
+    assert main(["eval", "--model", tiny_folder, "--peer", "nobody", *SMALL]) == 2
+    assert capsys.readouterr().err.startswith("kvquant eval: peer 'nobody' is unknown; known are quanto-4, ")
+    assert main(["eval", "--list-peers"]) == 0
+    out = capsys.readouterr().out
+    assert "kivi-2: KIVI 2; KIVI (Liu et al., 2024)" in out
+    assert "cannot run here: keys before RoPE, calibrated codebooks and sparse outliers are not formats of ours" in out
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
