@@ -24,6 +24,8 @@ from kvquant_evals.peers.stock import STOCK
 from kvquant_evals.runner import Contender, Report, evaluate
 from kvquant_evals.task import Settings
 
+pytestmark = pytest.mark.broad
+
 TEXT = default_text()[:8000]
 SETTINGS = Settings(tokens=256, chunk=32, skip=64, offset=100, needles=2, contexts=(160,), documents=1)
 HEADS, HEAD_DIM, LAYERS = 2, 16, 2

@@ -11,6 +11,8 @@ from kvquant_kernels.triton import attend
 from kvquant_kernels.triton.attend import TritonAttention
 from kvquant_kernels.triton.layout import TritonLayout
 
+pytestmark = pytest.mark.broad
+
 
 class Anywhere(TritonAttention):
     """The kernel on the device of these tests, which may be the interpreter's CPU; counts its calls."""

@@ -11,9 +11,12 @@ from kvquant.testing import relative_errors
 from kvquant_kernels.triton.attend import KERNEL
 from kvquant_kernels.triton.ops import pages, tiles
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="compiled kernels do not see what is changed beneath them"
-)
+pytestmark = [
+    pytest.mark.broad,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1", reason="compiled kernels do not see what is changed beneath them"
+    ),
+]
 
 MUTANTS = {
     "the middle of the grid is a code": (tiles, "above_middle", lambda middle: 0.0),

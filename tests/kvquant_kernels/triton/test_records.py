@@ -15,6 +15,8 @@ from kvquant_kernels.triton.layout import TritonLayout
 from kvquant_kernels.triton.ops.materialize import materialize
 from kvquant_kernels.triton.ops.seal import can_seal, seal
 
+pytestmark = pytest.mark.broad
+
 SUPPORTED = [fmt for fmt in FORMATS if not fmt.is_exact and fmt.bits in (8, 4, 2)]
 CLIPPED = [
     formats.INT2_PER_CHANNEL.clipped(),
