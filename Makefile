@@ -71,6 +71,8 @@ results: $(INSTALLED)
 	  --json results/bench_cpu.json --plot results/bench_cpu.png
 	$(BIN)/python tools/observe_models.py
 	$(BIN)/python tools/versions.py --json results/versions.json
+	$(BIN)/python tools/gate.py --update
+	$(BIN)/python tools/gate.py --triton 3.6.0 --update
 
 docs: $(INSTALLED)
 	$(BIN)/python tools/update_readme.py

@@ -25,7 +25,7 @@ class Code(NamedTuple):
     value_boost: float = 1.0
 
 
-# Values may be 2e5 wide, times their boost, before the product of a weight and a scale leaves float16.
+# With these boosts, values must span some 2e5 before the product of a weight and a scale leaves float16.
 CODES = {
     "int8": Code(8, base=1024.0, key_boost=2.0**6, value_boost=2.0**6),
     "int4": Code(4, base=1024.0, part_units=(1, 16), key_boost=2.0**2, value_boost=2.0**2),
