@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvquant.codec import Quantized, StateCodec
-from kvquant.formats import FloatGrid, QuantFormat
+from kvquant.formats import FloatGrid, IntegerGrid, QuantFormat
 from kvquant.layout import PageLayout, PagePart, StateShape
 from kvquant_kernels.cpu import library
 from kvquant_kernels.cpu import records as native
@@ -216,11 +216,20 @@ class CpuLayout(PageLayout):
         return native.restore(records, self.parts[part], codec, dtype)
 
 
+def can_decode(fmt: QuantFormat) -> bool:
+    """Whether the library knows what the format's codes stand for. A type derived from ours may decode anything."""
+    if type(fmt.grid) is FloatGrid:
+        return fmt.grid.dtype in library.FLOAT_CODES
+    return type(fmt.grid) is IntegerGrid
+
+
 def unsupported(part: PagePart, is_key: bool) -> str | None:
     """Why keys, or values, of this format and shape cannot have this layout; None if they can."""
     fmt, (_, size, dim), _ = part
     if fmt.is_exact or fmt.bits not in (8, 4, 2):
         return f"format {fmt.name} is not one of 8, 4 or 2 bits"
+    if not can_decode(fmt):
+        return f"format {fmt.name} has levels of its own"
     fields = 8 // fmt.bits
     if size % (WORD_LANES * fields if is_key else 4):
         return f"page_size={size} is not a multiple of {WORD_LANES * fields}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvquant.codec import Quantized, StateCodec
-from kvquant.formats import FloatGrid, QuantFormat
+from kvquant.formats import FloatGrid, IntegerGrid, QuantFormat
 from kvquant.kernel import is_switched_off
 from kvquant.layout import PageLayout, PagePart, StateShape
 from kvquant.rotation import block_size
@@ -293,11 +293,19 @@ def blocks_per_word(fmt: QuantFormat) -> int:
     return 16 // fmt.bits // PARTS_PER_WORD
 
 
+_FLOAT_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def can_decode(fmt: QuantFormat) -> bool:
+    """Whether the kernels know what the format's codes stand for. A type derived from ours may decode anything."""
+    if type(fmt.grid) is FloatGrid:
+        return fmt.grid.dtype in _FLOAT_NAMES
+    return type(fmt.grid) is IntegerGrid
+
+
 def code_name(fmt: QuantFormat) -> str:
-    """What the kernels call the codes of a format: int8, int4, int2, e4m3 or e5m2."""
-    if isinstance(fmt.grid, FloatGrid):
-        return {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}[fmt.grid.dtype]
-    return f"int{fmt.bits}"
+    """What the kernels call the codes of a format that they can decode: int8, int4, int2, e4m3 or e5m2."""
+    return _FLOAT_NAMES[fmt.grid.dtype] if isinstance(fmt.grid, FloatGrid) else f"int{fmt.bits}"
 
 
 def unsupported(part: PagePart) -> str | None:
@@ -305,6 +313,8 @@ def unsupported(part: PagePart) -> str | None:
     fmt, (_, size, dim), _ = part
     if fmt.is_exact or fmt.bits not in (8, 4, 2):
         return f"format {fmt.name} is not one of 8, 4 or 2 bits"
+    if not can_decode(fmt):
+        return f"format {fmt.name} has levels of its own"
     least = MIN_BLOCK * max(blocks_per_word(fmt), 4)  # whatever the other part's format is
     if size & (size - 1) or not least <= size <= 4 * MAX_BLOCK:
         return f"page_size={size} is not a power of two from {least} to {4 * MAX_BLOCK}"
