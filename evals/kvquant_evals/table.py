@@ -1,4 +1,4 @@
-"""The table of an evaluation, as plain text and as Markdown, from a report's rows."""
+"""The table of an evaluation, as plain text and as Markdown, from a report as it is in JSON."""
 
 from __future__ import annotations
 
@@ -6,39 +6,31 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def header(settings: dict[str, Any]) -> list[str]:
-    contexts = [f"needles @{context}" for context in settings["contexts"]]
-    return ["cache", "perplexity", "change", "KL mean", "KL p99", "top-1", *contexts, "bytes/token", "bits"]
+def header(report: dict[str, Any]) -> list[str]:
+    return ["cache", *(column["title"] for column in report["columns"])]
 
 
-def cells(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> list[list[str]]:
-    """One line of text cells per row; changes are relative to the first row, full precision."""
-    return [_cells(row, rows[0], settings) for row in rows]
+def cells(report: dict[str, Any]) -> list[list[str]]:
+    """One line of text cells per row. The first row is full precision."""
+    rows = report["rows"]
+    return [
+        [row["label"], *(_cell(row["scores"], rows[0]["scores"], column) for column in report["columns"])]
+        for row in rows
+    ]
 
 
-def _cells(row: dict[str, Any], full: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    scores = dict(row["scores"])
-    if row is full:
-        scores = {name: score for name, score in scores.items() if name not in ("kl_mean", "kl_p99", "top1")}
-    elif "perplexity" in scores:
-        scores["change"] = scores["perplexity"] / full["scores"]["perplexity"] - 1
-    formats = {
-        "perplexity": ".4f",
-        "change": "+.2%",
-        "kl_mean": ".5f",
-        "kl_p99": ".5f",
-        "top1": ".2%",
-        **{f"retrieval_{context}": ".2f" for context in settings["contexts"]},
-        "bytes_per_token": ",.0f",
-        "effective_bits": ".2f",
-    }
-    # What a peer's cache could not do has no score.
-    return [row["label"], *(format(scores[name], spec) if name in scores else "" for name, spec in formats.items())]
+def _cell(scores: dict[str, float], full: dict[str, float], column: dict[str, Any]) -> str:
+    """Empty where there is no score: what a peer's cache could not do, and what full precision is the measure of."""
+    name = column["score"]
+    if name not in scores or (scores is full and not column["full"]):
+        return ""
+    score = scores[name] / full[name] - 1 if column["is_relative"] else scores[name]
+    return format(score, column["spec"])
 
 
 def plain(report: dict[str, Any]) -> str:
     """The table of a report in aligned columns."""
-    return aligned([header(report["settings"]), *cells(report["rows"], report["settings"])])
+    return aligned([header(report), *cells(report)])
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
@@ -54,22 +46,30 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    return markdown_table([header(report["settings"]), *cells(report["rows"], report["settings"])])
+    return markdown_table([header(report), *cells(report)])
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose first line is the header."""
     rule = ["---"] + ["---:"] * (len(lines[0]) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (lines[0], rule, *lines[1:]))
+    return "\n".join(f"| {' | '.join(map(_escaped, line))} |" for line in (lines[0], rule, *lines[1:]))
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")
 
 
 def caption(report: dict[str, Any]) -> str:
     """What was measured on what, in one line."""
-    settings, versions = report["settings"], report["versions"]
-    scored = int(report["rows"][0]["scores"]["scored_tokens"])
-    questions = int(report["rows"][0]["scores"]["questions"])
+    settings, found, full = report["settings"], report["versions"], report["rows"][0]
+    parts = []
+    if "scored_tokens" in full["scores"]:
+        count = f"{settings['segments']} times " if settings["segments"] > 1 else ""
+        scored = int(full["scores"]["scored_tokens"])
+        parts.append(f"{count}{settings['tokens']} tokens in chunks of {settings['chunk']} ({scored} scored)")
+    if "questions" in full["scores"]:
+        parts.append(f"{int(full['scores']['questions'])} needle questions")
     return (
-        f"{report['model']}, {settings['tokens']} tokens in chunks of {settings['chunk']} ({scored} scored), "
-        f"{questions} needle questions, seed {settings['seed']}; kvquant {versions['kvquant']}, "
-        f"transformers {versions['transformers']}, torch {versions['torch']}, {report['machine']['threads']} threads"
+        f"{', '.join([report['model'], *parts])}, seed {settings['seed']}; kvquant {found['kvquant']}, "
+        f"transformers {found['transformers']}, torch {found['torch']}, {report['machine']['threads']} threads"
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
+from evaluation import interrupt
 
+from kvquant import __version__
 from kvquant.cli import main
-from kvquant_evals import model, runner, table
-from kvquant_evals.runner import Report, Row
-from kvquant_evals.task import Settings
-from kvquant_evals.tasks import needles
+from kvquant_evals import model, table
+from kvquant_evals.rows import Origin, Report, Row
+from kvquant_evals.settings import Settings
+from kvquant_evals.tasks import needles, perplexity
 
 SMALL = ["--tokens", "120", "--chunk", "32", "--needles", "2", "--context", "160", "--documents", "1"]
 
@@ -38,22 +41,25 @@ def test_table_and_json(tiny_folder, tmp_path, capsys):
     assert lines[0].startswith(
         f"{tiny_folder}, 120 tokens in chunks of 32 (60 scored), 2 needle questions, seed 0; kvquant "
     )
-    assert lines[2].split() == "cache perplexity change KL mean KL p99 top-1 needles @160 bytes/token bits".split()
+    assert (
+        lines[2].split()
+        == "cache perplexity change KL mean KL p99 KL p99.9 top-1 needles @160 bytes/token bits".split()
+    )
     assert [line.split("  ")[0] for line in lines[3:]] == ["full precision", "8 bit", "K 4 V 2 bit"]
-    assert "8 bit: perplexity" in err
+    assert "K 4 V 2 bit: needles multi_key-160-0" in err
     report = json.loads(path.read_text())
     assert report["is_complete"] is True
-    assert report["settings"] == {
-        "tokens": 120, "chunk": 32, "skip": 60, "offset": 20_000,
-        "needles": 2, "contexts": [160], "documents": 1, "seed": 0,
-    }  # fmt: skip
+    assert report["tasks"] == ["perplexity", "needles"]
+    wanted = {"tokens": 120, "segments": 1, "chunk": 32, "skip": 60, "needles": 2, "contexts": [160], "documents": 1}
+    assert wanted.items() <= report["settings"].items()
     assert set(report["versions"]) == {"kvquant", "transformers", "torch", "python"}
     rows = report["rows"]
     assert [row["label"] for row in rows] == ["full precision", "8 bit", "K 4 V 2 bit"]
     assert rows[0]["quant"] is None
     assert rows[2]["quant"]["value"]["name"] == "int2_per_token"
-    assert len(rows[1]["items"]["needles"]) == 2
+    assert len(rows[1]["items"]["needles"][0]["answers"]) == 2
     assert sum(item["tokens"] for item in rows[1]["items"]["perplexity"]) == rows[1]["scores"]["scored_tokens"] == 60
+    assert not any("series" in item or "evidence" in item for row in rows for item in row["items"]["perplexity"])
     assert table.plain(report) in out
 
 
@@ -62,9 +68,9 @@ def test_table_and_json(tiny_folder, tmp_path, capsys):
     [
         (["--bits", "5"], "bits=5 is not supported; use one of 16, 8, 4, 3, 2, 'fp8', or a pair"),
         (["--bits", "4,"], "is not supported"),
-        (["--tokens", "-5"], "argument --tokens: '-5' is not a positive whole number"),
+        (["--tokens", "-5"], "argument --tokens: tokens '-5' is not a positive whole number"),
         (["--tokens", "ten"], "'ten' is not a positive whole number"),
-        (["--context", "0"], "argument --context: '0' is not a positive whole number"),
+        (["--context", "0"], "argument --context: context '0' is not a positive whole number"),
         (["--model", "/nowhere/at/all"], "model '/nowhere/at/all' cannot be loaded"),
         (["--model", "/nowhere/model.gguf"], "there is no file /nowhere/model.gguf"),
         (["--text", "/nowhere.txt"], "text '/nowhere.txt' cannot be read"),
@@ -80,6 +86,12 @@ def test_table_and_json(tiny_folder, tmp_path, capsys):
         (["--model", ""], "model '' cannot be loaded"),
         (["--text", ""], "text '' cannot be read"),
         (["--model", __file__], "it is neither of these"),
+        (["--device", "abacus"], "device 'abacus' cannot be used"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--attn", "psychic"], "cannot be loaded"),
+        (["--chat"], "has no chat template; leave out --chat"),
+        (["--seed", "x"], "argument --seed: seed 'x' is not a positive whole number"),
+        (["--out", __file__], "cannot be used"),
     ],
 )
 def test_bad_input_gets_one_line_and_exit_code_2(tiny_folder, capsys, arguments, message):
@@ -145,59 +157,55 @@ def test_missing_default_model_says_how_to_get_it(capsys, monkeypatch):
     assert err.count("\n") == 1
 
 
-def test_interruption_keeps_what_was_finished(tiny_folder, tmp_path, capsys, monkeypatch):
+def test_interruption_shows_what_all_caches_had_finished(tiny_folder, tmp_path, capsys, monkeypatch):
     path = tmp_path / "report.json"
-    calls = []
-
-    def interrupt(run):
-        calls.append(run.label)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return original(run)
-
-    original = needles.TASK.run
-    monkeypatch.setattr(needles.TASK, "run", interrupt)
+    interrupt(monkeypatch, needles.TASK, after=2)
     code = main(["eval", "--model", tiny_folder, "--bits", "8", "--bits", "4", *SMALL, "--json", str(path)])
     assert code == 130
     report = json.loads(path.read_text())
-    assert [row["label"] for row in report["rows"]] == ["full precision", "8 bit"]
+    assert [row["label"] for row in report["rows"]] == ["full precision", "8 bit", "4 bit"]
     assert report["is_complete"] is False
-    assert "8 bit  " in capsys.readouterr().out
+    assert report["tasks"] == ["perplexity"]
+    out, err = capsys.readouterr()
+    assert "8 bit  " in out
+    assert "needles" not in out
+    assert "interrupted; what was finished follows" in err
 
 
 def test_interruption_before_the_first_row_is_one_line(tiny_folder, capsys, monkeypatch):
-    def interrupt(self):
+    def load(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model.Source, "load", interrupt)
+    monkeypatch.setattr(model.Source, "load", load)
     assert main(["eval", "--model", tiny_folder, *SMALL]) == 130
     assert capsys.readouterr().err == "\nkvquant: interrupted before anything was finished\n"
 
 
-@pytest.mark.parametrize(("kl", "is_broken"), [(0.0, False), (1.0, False), (1.01, True), (float("nan"), True)])
+@pytest.mark.parametrize(("kl", "is_broken"), [(0.0, False), (0.25, False), (0.26, True), (float("nan"), True)])
 def test_sanity_check(kl, is_broken):
-    assert Row("x", None, {"kl_mean": kl}, {}).is_broken is is_broken
+    assert (perplexity.TASK.fault({"kl_mean": kl}) is not None) is is_broken
 
 
 def test_broken_cache_is_named_and_fails_the_run(tiny_folder, capsys, monkeypatch):
-    monkeypatch.setattr(runner, "BROKEN_KL", -1.0)
-    assert main(["eval", "--model", tiny_folder, "--bits", "8", *SMALL]) == 1
-    assert "kvquant eval: 8 bit is broken: mean KL 0.00 nats" in capsys.readouterr().err
+    monkeypatch.setattr(perplexity, "BROKEN_KL", -1.0)
+    assert main(["eval", "--model", tiny_folder, "--bits", "8", "--tasks", "kl", *SMALL]) == 1
+    assert "kvquant eval: 8 bit is broken, says perplexity: mean KL 0.00 nats" in capsys.readouterr().err
 
 
 def test_markdown_table_has_the_cells_of_the_plain_one():
-    scores = {"perplexity": 10.0, "kl_mean": 0.0, "kl_p99": 0.0, "top1": 1.0, "scored_tokens": 5, "questions": 2}
-    scores |= {"retrieval_512": 0.5, "bytes_per_token": 2048.0, "effective_bits": 32.0}
+    scores = {"perplexity": 10.0, "kl_mean": 0.0, "kl_p99": 0.0, "kl_p999": 0.0, "top1": 1.0}
+    scores |= {"bytes_per_token": 2048.0, "effective_bits": 32.0, "scored_tokens": 5}
     rows = [
         Row("full precision", None, scores, {}),
         Row("4 bit", None, scores | {"perplexity": 10.1, "kl_mean": 2e-3}, {}),
     ]
-    report = Report("m", Settings(contexts=(512,)), rows).to_dict()
+    report = Report(Origin("m", "", "", "", ""), Settings(), [perplexity.TASK], rows, is_complete=True).to_dict()
     assert table.markdown(report).split("\n")[2:] == [
-        "| full precision | 10.0000 |  |  |  |  | 0.50 | 2,048 | 32.00 |",
-        "| 4 bit | 10.1000 | +1.00% | 0.00200 | 0.00000 | 100.00% | 0.50 | 2,048 | 32.00 |",
+        "| full precision | 10.0000 |  |  |  |  |  | 2,048 | 32.00 |",
+        "| 4 bit | 10.1000 | +1.00% | 0.00200 | 0.00000 | 0.0000 | 100.00% | 2,048 | 32.00 |",
     ]
     assert "4 bit              10.1000  +1.00%" in table.plain(report)
+    assert table.caption(report).startswith("m, 4096 tokens in chunks of 128 (5 scored), seed 0; kvquant ")
 
 
 def test_rows_of_peers(tiny_folder, tmp_path, capsys):
@@ -211,12 +219,12 @@ def test_rows_of_peers(tiny_folder, tmp_path, capsys):
 
 
 def test_a_score_that_a_peer_has_not_is_an_empty_cell():
-    settings = {"contexts": [160]}
     full = {"label": "full precision", "scores": {"perplexity": 2.0, "bytes_per_token": 8, "effective_bits": 32}}
     peer = {"label": "peer", "scores": {"perplexity": 3.0, "kl_mean": 0.5, "bytes_per_token": 4, "effective_bits": 16}}
-    cells = table.cells([full, peer], settings)
-    assert cells[1] == ["peer", "3.0000", "+50.00%", "0.50000", "", "", "", "4", "16.00"]
-    assert len(cells[0]) == len(cells[1]) == len(table.header(settings))
+    columns = [asdict(column) for column in perplexity.TASK.columns(Settings())]
+    report = {"rows": [full, peer], "columns": columns}
+    assert table.cells(report)[1] == ["peer", "3.0000", "+50.00%", "0.50000", "", "", "", "4", "16.00"]
+    assert table.cells(report)[0] == ["full precision", "2.0000", "", "", "", "", "", "8", "32.00"]
 
 
 def test_unknown_peers_and_the_list_of_those_there_are(tiny_folder, capsys):
@@ -225,7 +233,8 @@ def test_unknown_peers_and_the_list_of_those_there_are(tiny_folder, capsys):
     assert main(["eval", "--list-peers"]) == 0
     out = capsys.readouterr().out
     assert "kivi-2: KIVI 2; KIVI (Liu et al., 2024)" in out
-    assert "cannot run here: keys before RoPE, calibrated codebooks and sparse outliers are not formats of ours" in out
+    assert "oscar: OSCAR; OSCAR (2026)" in out
+    assert "cannot run here: its basis is fitted to queries" in out
 
 
 def test_version(capsys):
@@ -238,7 +247,7 @@ def test_doctor_names_every_kernel_and_why_one_is_not_used(capsys, monkeypatch):
     from kvquant_kernels.cpu import library
 
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.startswith(f"kvquant {runner.__version__}, torch ")
+    assert capsys.readouterr().out.startswith(f"kvquant {__version__}, torch ")
     monkeypatch.setattr(library, "load", lambda: library.Missing("it was not built"))
     assert main(["doctor"]) == 0
     assert "cpu attention (cpu): not used: it was not built\n" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from dataclasses import replace
@@ -10,24 +9,26 @@ from functools import partial
 
 import pytest
 import torch
+from evaluation import broken_caches, evaluate
 from torch.utils import _pytree as pytree
 from transformers import DynamicCache, LlamaConfig
 
 from kvquant import QuantCache, QuantConfig, cache_memory, dequantize, quantize
-from kvquant.formats import integer_format
 from kvquant.rotation import rotate
-from kvquant_evals.model import EvalError, default_text
+from kvquant_evals.error import EvalError
+from kvquant_evals.model import default_text
 from kvquant_evals.peers import catalog
 from kvquant_evals.peers.layout import LAYOUTS, Inexpressible, Layout
 from kvquant_evals.peers.peer import Peer
 from kvquant_evals.peers.stock import STOCK
-from kvquant_evals.runner import Contender, Report, evaluate
-from kvquant_evals.task import Settings
+from kvquant_evals.rows import Contender
+from kvquant_evals.settings import Settings
+from kvquant_evals.task import find
 
 pytestmark = pytest.mark.broad
 
 TEXT = default_text()[:8000]
-SETTINGS = Settings(tokens=256, chunk=32, skip=64, offset=100, needles=2, contexts=(160,), documents=1)
+SETTINGS = Settings(tokens=320, chunk=32, skip=64, offset=100, needles=2, contexts=(160,), documents=1)
 HEADS, HEAD_DIM, LAYERS = 2, 16, 2
 RUNNABLE = catalog.runnable()
 OURS = [peer for peer in LAYOUTS if isinstance(peer.recipe, Layout)]
@@ -35,17 +36,10 @@ SMALL_PAGES = {"sinks": 2, "residual_length": 0, "page_size": 8}
 ids = lambda peers: [peer.name for peer in peers]  # noqa: E731
 
 
-class Bar:
-    def update(self, count):
-        pass
-
-
 def rows(subject, *contenders, settings=SETTINGS):
-    report = Report("tiny", settings)
-    evaluate(subject, TEXT, settings, contenders, lambda *title: contextlib.nullcontext(Bar()), report)
-    assert report.is_complete
-    assert [row.label for row in report.rows] == ["full precision", *(contender.label for contender in contenders)]
-    return report.rows[1:]
+    found = evaluate(subject, find("perplexity,needles"), settings, contenders, text=TEXT)
+    assert [row.label for row in found.rows] == ["full precision", *(contender.label for contender in contenders)]
+    return found.rows[1:]
 
 
 @pytest.fixture(scope="module")
@@ -145,40 +139,13 @@ def test_sixteen_bits_differ_in_nothing(tiny):
     assert row.scores["top1"] == 1.0
 
 
-class PageSwap(QuantCache):
-    """A cache that reads the keys of its pages in reverse order, and the values in theirs."""
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        order, old = torch.arange(keys.shape[2]), (keys.shape[2] - key_states.shape[2] - 2) // 8
-        if old > 0:
-            order[2 : 2 + 8 * old] = order[2 : 2 + 8 * old].view(old, 8).flip(0).flatten()
-        return keys.index_select(2, order), values
-
-
-class LostSinks(QuantCache):
-    """A cache that has other tokens where its sinks should be."""
-
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        order = torch.arange(keys.shape[2])
-        order[: self.quant.sinks] = self.quant.sinks
-        return keys.index_select(2, order), values.index_select(2, order)
-
-
 def test_a_broken_cache_is_worse_than_its_intact_twin(tiny):
-    one_bit = QuantConfig(integer_format(1, "per_channel"), integer_format(1, "per_token"), **SMALL_PAGES)
     intact = Contender("intact", partial(QuantCache, bits=8, **SMALL_PAGES))
-    broken = [
-        Contender("one bit", partial(QuantCache, quant=one_bit)),
-        Contender("swapped pages", partial(PageSwap, bits=8, **SMALL_PAGES)),
-        Contender("lost sinks", partial(LostSinks, bits=8, **SMALL_PAGES)),
-    ]
-    good, *bad = rows(tiny, intact, *broken)
-    assert not good.is_broken
+    good, *bad = rows(tiny, intact, *(Contender(*broken) for broken in broken_caches(**SMALL_PAGES).items()))
+    assert not good.faults
     for row in bad:
         assert row.scores["kl_mean"] > 20 * good.scores["kl_mean"], row.label
-    assert all(row.is_broken for row in bad[:2])  # that of two tokens of 256 the model can lose
+    assert all("perplexity" in row.faults for row in bad[:2])  # that of two tokens of 256 the model can lose
 
 
 class Uncopied(DynamicCache):
@@ -203,7 +170,7 @@ def test_what_a_peer_cannot_do_is_a_gap_in_its_row_only(tiny):
     assert uncopied.scores["effective_bits"] == 32
     assert unusable.failures == dict.fromkeys(("perplexity", "needles"), "NotImplementedError: no keys please")
     assert unusable.scores == {}
-    assert not unusable.is_broken
+    assert not unusable.faults
     assert eight.failures == {}
     assert "retrieval_160" in eight.scores
 
@@ -214,13 +181,10 @@ def test_what_our_own_cache_cannot_do_ends_the_run(tiny):
 
 
 def test_bad_peers_do_not_fail_the_run(tiny):
-    one_bit = QuantConfig(integer_format(1, "per_channel"), integer_format(1, "per_token"), **SMALL_PAGES)
-    report = Report("tiny", SETTINGS)
-    open_bar = lambda *title: contextlib.nullcontext(Bar())  # noqa: E731
-    new_cache = partial(QuantCache, quant=one_bit)
+    new_cache = broken_caches(**SMALL_PAGES)["one bit"]
     contenders = [Contender("peer", new_cache, is_peer=True), Contender("ours", new_cache)]
-    evaluate(tiny, TEXT, SETTINGS, contenders, open_bar, report)
-    assert [row.is_broken for row in report.rows] == [False, True, True]
+    report = evaluate(tiny, find("perplexity"), SETTINGS, contenders, text=TEXT)
+    assert [bool(row.faults) for row in report.rows] == [False, True, True]
     assert [row.label for row in report.broken] == ["ours"]
 
 
@@ -277,7 +241,7 @@ def test_what_cannot_run_here_says_why(tiny):
     assert left_out
     for peer in left_out:
         assert peer not in RUNNABLE
-        with pytest.raises(EvalError, match=f"peer '{peer.name}' cannot run here: .*formats? of ours|one of ours"):
+        with pytest.raises(EvalError, match=f"peer '{peer.name}' cannot run here: .*sees no queries"):
             catalog.find([peer.name])
 
 
@@ -316,7 +280,9 @@ def test_listing_names_every_peer_with_source_and_reason():
     for peer in catalog.PEERS:
         assert f"{peer.name}: {peer.label}; {peer.source}" in lines
         assert any(year in peer.source for year in map(str, range(2023, 2027)))
-    assert "    cannot run here: a calibrated basis is not one of ours" in lines
+    assert (
+        "    cannot run here: its basis is fitted to queries of a calibration set, and a cache sees no queries" in lines
+    )
 
 
 def test_description_leaves_out_what_there_is_not():

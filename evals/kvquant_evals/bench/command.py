@@ -17,6 +17,7 @@ from kvquant_evals.bench.decoding import RANDOM_MODEL, cache_labels, random_mode
 from kvquant_evals.bench.memory import measure as measure_memory
 from kvquant_evals.bench.race import Effort
 from kvquant_evals.bench.report import Report
+from kvquant_evals.error import EvalError
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ def measure(plan: Plan) -> Report:
     as measuring memory.
     """
     if plan.memory is not None and not Path("/proc/self/clear_refs").exists():
-        raise model.EvalError("memory can only be measured on Linux; leave out --memory")
+        raise EvalError("memory can only be measured on Linux; leave out --memory")
     if plan.plot and find_spec("matplotlib") is None:
-        raise model.EvalError("--plot needs matplotlib: pip install matplotlib")
+        raise EvalError("--plot needs matplotlib: pip install matplotlib")
     sources = {name: model.find_source(name) for name in plan.models if name != RANDOM_MODEL}
     effort, shape = Effort(plan.rounds), Shape()
     report = Report(shape)

@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from kvquant import kernel
 from kvquant.compat import CACHE_ARGUMENT
 from kvquant_evals.bench.decoding import new_cache
-from kvquant_evals.model import EvalError, default_text, find_source
+from kvquant_evals.error import EvalError
+from kvquant_evals.model import default_text, find_source
 
 STEPS = 200  # enough for a page to be sealed while the peak is watched
 

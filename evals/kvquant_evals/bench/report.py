@@ -16,7 +16,7 @@ from kvquant_evals.bench.attention import Shape
 from kvquant_evals.bench.decoding import PACKED_HEADS, STOCK
 from kvquant_evals.bench.memory import Residence
 from kvquant_evals.bench.race import Timing
-from kvquant_evals.runner import versions
+from kvquant_evals.rows import versions
 
 FAIR_ATTENTION = "matmul, softmax, matmul bf16"
 

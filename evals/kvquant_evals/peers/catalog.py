@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvquant_evals.model import EvalError
+from kvquant_evals.error import EvalError
 from kvquant_evals.peers.layout import LAYOUTS
 from kvquant_evals.peers.peer import Peer
+from kvquant_evals.peers.simulated import SIMULATED
 from kvquant_evals.peers.stock import STOCK
 
-PEERS: tuple[Peer, ...] = (*STOCK, *LAYOUTS)
+PEERS: tuple[Peer, ...] = (*STOCK, *LAYOUTS, *SIMULATED)
 
 
 def runnable() -> list[Peer]:

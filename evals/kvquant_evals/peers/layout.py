@@ -192,32 +192,11 @@ _PUBLISHED: tuple[Peer, ...] = (
 
 _LEFT_OUT: tuple[Peer, ...] = (
     Peer(
-        "kvquant-nuq",
-        "KVQuant",
-        "KVQuant (Hooper et al., 2024)",
-        "keys per channel before RoPE, values per token, fitted codebooks, 1 % sparse outliers, first token exact",
-        Inexpressible("keys before RoPE, calibrated codebooks and sparse outliers are not formats of ours"),
-    ),
-    Peer(
-        "kvarn",
-        "KVarN",
-        "KVarN (2026)",
-        "rotated keys and values whose variance is evened out over tokens and channels of a tile",
-        Inexpressible("scales per token and per channel of the same tile are not a format of ours"),
-    ),
-    Peer(
-        "kitty",
-        "Kitty",
-        "Kitty (2025)",
-        "2 bit with an eighth of the keys' channels in 4 bit, chosen anew per page, 32 sinks",
-        Inexpressible("channels of different widths in one page are not a format of ours"),
-    ),
-    Peer(
         "oscar",
         "OSCAR",
         "OSCAR (2026)",
         "2 bit per token in a basis fitted to the covariance of queries, 64 sinks, last 256 exact",
-        Inexpressible("a calibrated basis is not one of ours"),
+        Inexpressible("its basis is fitted to queries of a calibration set, and a cache sees no queries"),
     ),
 )
 

@@ -10,7 +10,7 @@ from transformers import Cache
 
 from kvquant import QuantConfig
 from kvquant_evals.model import Subject
-from kvquant_evals.runner import Contender
+from kvquant_evals.rows import Contender
 
 
 class Recipe(Protocol):

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, 
 from kvquant import cache_memory
 from kvquant.compat import CACHE_ARGUMENT, layer_kind
 from kvquant_evals import model as models
-from kvquant_evals.model import EvalError
+from kvquant_evals.error import EvalError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ASSUMED_DTYPE = torch.bfloat16  # where a configuration states none

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-from kvquant_evals.model import EvalError
+from kvquant_evals.error import EvalError
 
 _THOUSANDS = {"": 1, "k": 2**10, "m": 2**20}  # of tokens: a context of 128k is 131,072
 _BYTES = {f"{power}B": 1000**i for i, power in enumerate(("", "K", "M", "G", "T"))} | {
@@ -29,6 +29,11 @@ def parse_count(argument: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise EvalError(f"{argument} {text!r} is not a positive whole number")
     return int(text)
+
+
+def parse_whole(argument: str, text: str) -> int:
+    """A whole number that is not negative. Raises EvalError for anything else."""
+    return 0 if text == "0" else parse_count(argument, text)
 
 
 def parse_bytes(argument: str, text: str) -> int:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code: 0, or 2 after one line on standard error."""
-    from kvquant_evals.model import EvalError
+    from kvquant_evals.error import EvalError
 
     try:
         sys.stdout.write(_planned(options))
@@ -47,14 +47,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _planned(options: argparse.Namespace) -> str:
-    from kvquant.cli import _check_writable, _write_json
+    from kvquant_evals.option import check_writable, write_json
     from kvquant_evals.plan import report
     from kvquant_evals.plan.advice import advise
 
-    _check_writable("json", options.json)
+    check_writable("json", options.json)
     plan = plan_for(options)
     advice = None if options.workload is None else advise(plan, options.workload)
-    _write_json(options.json, report.to_dict(plan, advice))
+    write_json(options.json, report.to_dict(plan, advice))
     return report.printed(plan, advice) + "\n"
 
 
@@ -72,7 +72,7 @@ def plan_for(options: argparse.Namespace) -> Plan:
 
 
 def _workload(options: argparse.Namespace) -> Workload:
-    from kvquant_evals.model import EvalError
+    from kvquant_evals.error import EvalError
     from kvquant_evals.plan.quantity import parse_count, parse_tokens
     from kvquant_evals.plan.size import Workload
 
@@ -85,7 +85,7 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 def _budget(options: argparse.Namespace, estimated: int) -> Budget | None:
     """The memory of the GPU and what of it is taken, with weights of `estimated` bytes unless told otherwise."""
-    from kvquant_evals.model import EvalError
+    from kvquant_evals.error import EvalError
     from kvquant_evals.plan.fit import Budget
     from kvquant_evals.plan.quantity import parse_bytes, parse_share
 
@@ -99,7 +99,7 @@ def _budget(options: argparse.Namespace, estimated: int) -> Budget | None:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    from kvquant_evals.model import EvalError
+    from kvquant_evals.error import EvalError
     from kvquant_evals.plan.architecture import DTYPES
 
     if name is not None and name not in DTYPES:

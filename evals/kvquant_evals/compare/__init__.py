@@ -1,0 +1,1 @@
+"""`kvquant compare`: one evaluation against an earlier one, for people and for CI."""
