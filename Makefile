@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: eval test lint check versions gate gpu asan aarch64 wheel install results docs clean
+.PHONY: eval test lint check versions gate gpu asan aarch64 wheel install results notebooks docs clean
 
 install: $(INSTALLED)
 
@@ -64,8 +64,11 @@ wheel: $(INSTALLED)
 
 # Measures and observes again what README.md and docs/ show.
 results: $(INSTALLED)
-	$(BIN)/kvquant eval --bits 8 --bits fp8 --bits 8,4 --bits 4 --bits 4,2 --bits 3 --bits 2 --json results/quality.json
-	$(BIN)/python -m pip install --quiet -c constraints.txt optimum-quanto hqq matplotlib
+	$(BIN)/python -m pip install --quiet -c constraints.txt optimum-quanto hqq
+	$(BIN)/kvquant eval --bits 8 --bits fp8 --bits 8,4 --bits 4 --bits 4,2 --bits 3 --bits 2 --peers --documents 1 \
+	  --json results/quality.json
+	$(BIN)/kvquant report results/quality.json --out build/report
+	cp build/report/quality.png results/quality.png
 	$(BIN)/kvquant bench --context 1024 --context 8192 --context 16384 --context 32768 --rounds 15 \
 	  --model HuggingFaceTB/SmolLM2-135M-Instruct --model random-1b --memory 8192 \
 	  --json results/bench_cpu.json --plot results/bench_cpu.png
@@ -73,6 +76,10 @@ results: $(INSTALLED)
 	$(BIN)/python tools/versions.py --json results/versions.json
 	$(BIN)/python tools/gate.py --update
 	$(BIN)/python tools/gate.py --triton 3.6.0 --update
+
+# Runs the notebooks and keeps their outputs; what they time wants a machine that does nothing else.
+notebooks: $(INSTALLED)
+	$(BIN)/python tools/run_notebooks.py --write
 
 docs: $(INSTALLED)
 	$(BIN)/python tools/update_readme.py

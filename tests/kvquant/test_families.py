@@ -167,6 +167,7 @@ def test_the_table_of_models_lists_all_families():
     assert [row["family"] for row in RECORDED["families"]] == list(FAMILIES)
 
 
+@pytest.mark.broad
 @pytest.mark.skipif(RECORDED["transformers"] != __version__, reason="recorded with another release of transformers")
 @pytest.mark.parametrize("row", RECORDED["families"], ids=lambda row: row["family"])
 def test_the_table_of_models_says_what_is_observed(row):

@@ -19,6 +19,8 @@ from kvquant_evals.settings import Settings
 from kvquant_evals.tasks import attention
 from kvquant_evals.tasks._capture import LayerCall, capture
 
+pytestmark = pytest.mark.broad
+
 SETTINGS = Settings(contexts=(48, 100), prompts=2, chunk=16)
 SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 8}
 BOUNDS = [0, 4, 20, 36, 52, 68]

@@ -155,6 +155,7 @@ def test_resident_sets_are_measured_in_the_model_that_decodes(tiny):
     assert found.peak >= found.held - 2**20  # both over the same base, up to what malloc keeps
 
 
+@pytest.mark.broad
 def test_command_line(tiny_folder, tmp_path, capsys):
     path = tmp_path / "bench.json"
     options = "--context 300 --context 1100 --bits 4 --rounds 2 --no-peers --memory 256"

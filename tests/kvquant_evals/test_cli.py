@@ -135,6 +135,7 @@ def test_text_shorter_than_a_document_is_refused(tiny_folder, tmp_path, capsys):
     assert "fewer than context=900; use a longer text" in capsys.readouterr().err
 
 
+@pytest.mark.broad
 def test_a_cache_that_packed_nothing_is_pointed_out(tiny_folder, capsys):
     assert main(["eval", "--model", tiny_folder, "--bits", "8", *SMALL]) == 0
     assert "8 bit packed nothing in so few tokens; use more --tokens" in capsys.readouterr().err
@@ -208,6 +209,7 @@ def test_markdown_table_has_the_cells_of_the_plain_one():
     assert table.caption(report).startswith("m, 4096 tokens in chunks of 128 (5 scored), seed 0; kvquant ")
 
 
+@pytest.mark.broad
 def test_rows_of_peers(tiny_folder, tmp_path, capsys):
     path = tmp_path / "report.json"
     peers = ["--peer", "vllm-int8", "--peer", "kivi-2", "--peer", "vllm-int8"]

@@ -273,6 +273,7 @@ def test_markdown(compare):
     assert "| 4 bit | KL mean | 0.002000 | 0.002000 | +0.00% | +10% |  |\n" in out
 
 
+@pytest.mark.broad
 def test_a_real_evaluation_is_as_good_as_itself_and_better_than_one_with_fewer_bits(tiny, compare):
     settings = Settings(tokens=200, chunk=32, skip=40, offset=100, needles=2, contexts=(160,), documents=1)
     pages = {"sinks": 2, "residual_length": 5, "page_size": 8}

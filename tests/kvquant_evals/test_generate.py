@@ -20,6 +20,8 @@ from kvquant_evals.settings import Settings
 from kvquant_evals.task import find
 from kvquant_evals.tasks import _prompt, generate
 
+pytestmark = pytest.mark.broad
+
 SETTINGS = Settings(contexts=(48, 96), prompts=2, new_tokens=24)
 SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 8}
 

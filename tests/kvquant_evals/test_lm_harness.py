@@ -21,6 +21,8 @@ from lm_eval.api.instance import Instance
 from kvquant_evals.lm_harness.lm import CachedLM, KvquantLM
 from kvquant_evals.lm_harness.reader import Decoding, Reader
 
+pytestmark = pytest.mark.broad
+
 SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 8}
 TEXT = default_text()[20_000:]
 # Sums of up to 150 log-likelihoods, each off by 1e-5 or so, since passes of other lengths add up in another order.

@@ -24,6 +24,8 @@ from kvquant_evals.lm_harness import __main__ as command
 from kvquant_evals.lm_harness.arguments import Arguments
 from kvquant_evals.lm_harness.lm import KvquantLM, register
 
+pytestmark = pytest.mark.broad
+
 DOCUMENTS = lm_tasks.documents(2, 600)  # some 280 tokens each, of which 128 are packed by default
 
 

@@ -22,6 +22,8 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install 'kv
 from kvquant_evals.lm_harness import catalog
 from kvquant_evals.lm_harness.task import LmEvalTask
 
+pytestmark = pytest.mark.broad
+
 SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 8}
 SETTINGS = Settings(chunk=16)
 DOCUMENTS = lm_tasks.documents(3, 300)

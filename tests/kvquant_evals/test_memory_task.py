@@ -26,6 +26,8 @@ from kvquant_evals.results import Results
 from kvquant_evals.settings import Settings
 from kvquant_evals.tasks import _allocation, memory
 
+pytestmark = pytest.mark.broad
+
 SETTINGS = Settings(contexts=(160, 224), chunk=32, offset=100)
 SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 64}
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # layers, K and V, heads, head_dim, float32: of the tiny model

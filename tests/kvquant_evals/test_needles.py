@@ -21,6 +21,8 @@ from kvquant_evals.task import Finding
 from kvquant_evals.tasks import _document, _kind, needles
 from kvquant_evals.tasks._document import Draft, Question
 
+pytestmark = pytest.mark.broad
+
 TEXT = default_text()
 SETTINGS = Settings(needles=2, contexts=(160, 224), documents=2)
 SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 8}

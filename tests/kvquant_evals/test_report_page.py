@@ -37,6 +37,8 @@ from kvquant_evals.settings import Settings
 from kvquant_evals.task import discover
 from kvquant_evals.tasks import needles, perplexity
 
+pytestmark = pytest.mark.broad
+
 HOSTILE = '<script src="https://example.org/x.js">alert("1")</script> & <b>bold</b>'
 
 

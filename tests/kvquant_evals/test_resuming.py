@@ -69,6 +69,7 @@ def test_what_is_there_is_not_done_again(tiny_folder, tmp_path, monkeypatch):
     assert [turn.full is None for turn in turns] == [True, False] * 2
 
 
+@pytest.mark.broad
 def test_a_killed_run_goes_on_to_the_same_report(tiny_folder, tmp_path, uninterrupted):
     out = tmp_path / "out"
     arguments = ["eval", "--model", tiny_folder, *CACHES, *SMALL, "--out", str(out)]

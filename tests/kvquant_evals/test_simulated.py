@@ -22,6 +22,8 @@ from kvquant_evals.rows import Contender
 from kvquant_evals.settings import Settings
 from kvquant_evals.task import find
 
+pytestmark = pytest.mark.broad
+
 TEXT = default_text()[:8000]
 SETTINGS = Settings(tokens=320, chunk=32, skip=64, offset=100, needles=2, contexts=(160,), documents=1)
 HEADS, HEAD_DIM, LAYERS = 2, 16, 2

@@ -19,6 +19,8 @@ from kvquant_evals.results import Results
 from kvquant_evals.settings import Settings
 from kvquant_evals.tasks import _reading, speed
 
+pytestmark = pytest.mark.broad
+
 SETTINGS = Settings(contexts=(60, 40), batches=(2, 1), offset=100)
 ONE = replace(SETTINGS, contexts=(60,), batches=(2,))
 SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 32}
