@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 README = Path(__file__).parents[2] / "README.md"
 
 
-# From the language reference of CPython 3.11.7 (Python Software Foundation License). Other releases have other text, and
-# its figures lie elsewhere.
+# From the language reference of CPython 3.11.7 (Python Software Foundation License). That of other releases has other
+# figures.
 TEXT = (Path(__file__).parents[1] / "support" / "language_reference.txt").read_text()
 SEGMENT = Settings(tokens=2048, offset=0)
 
