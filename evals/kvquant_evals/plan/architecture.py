@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from kvquant import cache_memory
 from kvquant.compat import CACHE_ARGUMENT, layer_kind
-from kvquant_evals import model as models
 from kvquant_evals.error import EvalError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -112,17 +111,6 @@ class Architecture:
         num_weights = sum(weight.numel() for weight in model.parameters())
         notes += about_model + _about_weights(config) + _about_layers(layers)
         return Architecture(config, chosen, layers, num_weights, tuple(notes))
-
-
-def load_config(name: str) -> PreTrainedConfig:
-    """The configuration of a hub id, a folder or a .gguf file; nothing else is read. Raises EvalError without one."""
-    is_default = name == models.DEFAULT_MODEL
-    path = (models._packaged_default() or name) if is_default else name
-    try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(**models._locate(path))
-    except models._LOAD_ERRORS as error:
-        raise EvalError(models._explain(path, is_default=is_default, error=error)) from error
-    return config
 
 
 def _build(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:

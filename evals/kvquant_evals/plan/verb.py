@@ -60,12 +60,13 @@ def _planned(options: argparse.Namespace) -> str:
 
 def plan_for(options: argparse.Namespace) -> Plan:
     """The plan that was asked for. Raises EvalError for what cannot be read, found or planned."""
-    from kvquant_evals.plan.architecture import Architecture, load_config
+    from kvquant_evals.model import find_config
+    from kvquant_evals.plan.architecture import Architecture
     from kvquant_evals.plan.option import make_plan
 
     workload, dtype = _workload(options), _dtype(options.dtype)
     _budget(options, 0)  # before anything is loaded
-    architecture = Architecture.of(load_config(options.model), dtype)
+    architecture = Architecture.of(find_config(options.model), dtype)
     budget = _budget(options, architecture.weight_bytes)
     quantize_sliding = options.quantize_sliding
     return make_plan(options.model, architecture, workload, options.device, budget, quantize_sliding=quantize_sliding)
