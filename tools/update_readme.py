@@ -15,10 +15,10 @@ from kvquant_evals import table
 from kvquant_evals.bench import report
 from kvquant_evals.peers import catalog
 from kvquant_evals.peers.layout import Inexpressible
-from kvquant_evals.report import rank, saved
 
 ROOT = Path(__file__).parents[1]
-PEERS = 3  # caches of others that README shows of each size
+PEERS = 2  # caches of others that README shows beside each of ours
+LIKE = 0.15  # how far their bits may be from those of ours
 
 
 def rendered() -> dict[str, str]:
@@ -43,19 +43,22 @@ def _result(name: str) -> dict[str, Any]:
 
 
 def _quality(quality: dict[str, Any]) -> str:
-    """Full precision, ours, and of each size the peers of lowest KL; docs/quality.md has the rest."""
-    rows = quality["rows"]
-    found = rank.classes(saved.load("results", str(ROOT / "results" / "quality.json")))
-    best = {row.label for group in found for row in _closest([row for row in group.rows if row.is_peer])}
-    shown = [row for row in rows if not row["is_peer"] or row["label"] in best]
-    left_out = len(rows) - len(shown)
-    note = f"Of {len(best) + left_out} caches of others, the {PEERS} of lowest KL among those of about the same size."
+    """Full precision, ours, and the caches of others that come closest to ours; docs/quality.md has the rest."""
+    peers = [row for row in quality["rows"] if row["is_peer"]]
+    ours = [row for row in quality["rows"][1:] if not row["is_peer"]]
+    best = {row["label"] for own in ours for row in _closest(own, peers)}
+    shown = [row for row in quality["rows"] if not row["is_peer"] or row["label"] in best]
+    note = (
+        f"Of {len(peers)} caches of others, the {PEERS} of lowest KL among those whose bits are within {LIKE:.0%} of "
+        "one of ours."
+    )
     return f"{table.markdown(quality | {'rows': shown})}\n\n{table.caption(quality)}. {note}"
 
 
-def _closest(rows: Sequence[saved.SavedRow]) -> Sequence[saved.SavedRow]:
-    scored = [row for row in rows if row.score("kl_mean") is not None]
-    return sorted(scored, key=lambda row: row.scores["kl_mean"])[:PEERS]
+def _closest(own: dict[str, Any], peers: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    bits = own["scores"]["effective_bits"]
+    alike = [row for row in peers if abs(row["scores"]["effective_bits"] / bits - 1) <= LIKE]
+    return sorted(alike, key=lambda row: row["scores"]["kl_mean"])[:PEERS]
 
 
 def _quality_page(quality: dict[str, Any]) -> str:

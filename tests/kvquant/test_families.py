@@ -108,7 +108,7 @@ class TestGeneration:
         assert_identical(case.run(cache), case.run(case.dynamic_cache()))
         assert all(row.pages for part in parts(cache) for rows in packed_rows(part) for row in rows)
 
-    @pytest.mark.parametrize("bits", [8, 4])
+    @pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.broad), 4])
     def test_packed_pages_are_read_as_dequantized_states_are(self, case, bits):
         cache = case.quant_cache(bits)
         with recording(case.model, cache) as trace:

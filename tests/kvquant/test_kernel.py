@@ -81,6 +81,7 @@ def test_kernels_and_reference_generate_the_same_tokens(monkeypatch, bits):
     assert torch.equal(*outs)
 
 
+@pytest.mark.broad
 def test_a_process_without_the_library_works():
     code = """
 import torch

@@ -285,6 +285,7 @@ class TestScope:
         finally:
             DynamicCache.__init__ = original
 
+    @pytest.mark.broad
     def test_importing_changes_nothing_in_transformers(self):
         code = (
             "from transformers import DynamicCache; before = dict(vars(DynamicCache))\n"

@@ -45,7 +45,14 @@ def uninterrupted(tiny_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("task", "after"), [(perplexity.TASK, 1), (perplexity.TASK, 6), (needles.TASK, 0), (needles.TASK, 5)]
+    ("task", "after"),
+    [
+        (perplexity.TASK, 1),
+        *(
+            pytest.param(task, after, marks=pytest.mark.broad)
+            for task, after in ((perplexity.TASK, 6), (needles.TASK, 0), (needles.TASK, 5))
+        ),
+    ],
 )
 def test_an_interrupted_run_goes_on_to_the_same_report(tiny_folder, tmp_path, monkeypatch, uninterrupted, task, after):
     out = tmp_path / "out"

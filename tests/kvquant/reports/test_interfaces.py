@@ -15,6 +15,7 @@ from kvquant import QuantCache
 SMALL_PAGES = {"sinks": 2, "residual_length": 5, "page_size": 8}
 
 
+@pytest.mark.broad
 def test_no_other_quantization_library_is_needed():
     """https://github.com/huggingface/transformers/issues/34848: a release of optimum-quanto broke the cache."""
     code = """

@@ -212,7 +212,9 @@ def test_small_and_large_states(pair, magnitude, part):
     assert_like_definition(snapshot, AttentionCall(query(1, 4, 1, 64), scale=scale))
 
 
-@pytest.mark.parametrize("pair", [INT8, INT4, INT2, FP8], **by_name)
+@pytest.mark.parametrize(
+    "pair", [INT4, *(pytest.param(x, marks=pytest.mark.broad) for x in (INT8, INT2, FP8))], **by_name
+)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("part", [0, 1])
 def test_a_bad_number_in_a_page_gives_nan_to_its_row_and_head_only(pair, bad, part):
