@@ -99,10 +99,10 @@ class Source:
         if placement.attention is not None:
             options["attn_implementation"] = placement.attention
         try:
-            model = AutoModelForCausalLM.from_pretrained(**self.location, **options, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(**self.location, **options, dtype=dtype).eval().to(device)
         except _LOAD_ERRORS as error:
             raise EvalError(f"the weights of {self.name!r} cannot be loaded: {_first_line(error)}") from error
-        return Subject(self, model.eval().to(device))
+        return Subject(self, model)
 
 
 @dataclass(frozen=True)

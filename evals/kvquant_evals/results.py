@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,9 @@ class Record:
     def path(self) -> Path:
         """Where it lies in the folder. A label may hold anything, so its file's name also has its checksum."""
         plain = re.sub(r"[^a-z0-9.]+", "-", self.label.lower()).strip("-.")
-        return Path("items", self.task, self.item, f"{plain}-{zlib.crc32(self.label.encode()):08x}.json")
+        return Path(
+            "items", self.task.replace("/", "-"), self.item, f"{plain}-{zlib.crc32(self.label.encode()):08x}.json"
+        )
 
 
 class Results:
@@ -55,23 +59,22 @@ class Results:
         """Takes all records in the folder, also those of other processes."""
         if self.folder is None:
             return
-        try:
+        with _usable(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(self.folder.glob("items/*/*/*.json")):
                 record = Record(**json.loads(path.read_text()))
                 self._records[record.task, record.item, record.label] = record
-        except (OSError, json.JSONDecodeError, TypeError) as error:
-            raise EvalError(f"out {str(self.folder)!r} cannot be used: {error}") from error
 
     def identify(self, identity: dict[str, Any]) -> None:
         """Says what the records are of. Raises EvalError if those in the folder are of something else."""
         if self.folder is None:
             return
         path = self.folder / IDENTITY
-        if path.exists():
-            _check_same(identity, json.loads(path.read_text()), self.folder)
-        else:
-            _write(path, identity)
+        with _usable(self.folder):
+            if not path.exists():
+                _write(path, identity)
+            found = _flat(json.loads(path.read_text()))
+        _check_same(_flat(json.loads(json.dumps(identity))), found, self.folder)
 
     def find(self, task: Task, item: Item, label: str) -> Record | None:
         return self._records.get((task.name, item.name, label))
@@ -85,16 +88,26 @@ class Results:
         record = Record(**json.loads(json.dumps(vars(record))))
         self._records[record.task, record.item, record.label] = record
         if self.folder is not None:
-            _write(self.folder / record.path, vars(record))
+            with _usable(self.folder):
+                _write(self.folder / record.path, vars(record))
 
     def write_report(self, report: dict[str, Any]) -> None:
         if self.folder is not None:
-            _write(self.folder / REPORT, report, indent=1)
+            with _usable(self.folder):
+                _write(self.folder / REPORT, report, indent=1)
 
 
-def _check_same(identity: dict[str, Any], found: dict[str, Any], folder: Path) -> None:
+@contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Raises EvalError for what goes wrong with the folder's files."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise EvalError(f"out {str(folder)!r} cannot be used: {error}") from error
+
+
+def _check_same(ours: dict[str, Any], theirs: dict[str, Any], folder: Path) -> None:
     """Raises EvalError naming the first thing in which two identities differ."""
-    ours, theirs = _flat(json.loads(json.dumps(identity))), _flat(found)
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name):
             raise EvalError(
@@ -114,6 +127,6 @@ def _flat(plain: dict[str, Any]) -> dict[str, Any]:
 def _write(path: Path, plain: dict[str, Any], indent: int | None = None) -> None:
     """The whole file or nothing, also if the process ends meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     unfinished.write_text(json.dumps(plain, indent=indent) + "\n")
     unfinished.replace(path)

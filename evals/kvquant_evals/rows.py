@@ -62,8 +62,13 @@ class Row:
 
     @property
     def is_untested(self) -> bool:
-        """Whether a quantized cache never held a packed page, so that its scores say nothing about it."""
-        return self.quant is not None and self.scores.get("packed_bytes") == 0
+        """Whether a quantized cache never held a packed page, so that its scores say nothing about it.
+
+        Perplexity, memory and tasks of lm-eval can tell.
+        """
+        told = [score for name, score in self.scores.items() if name.endswith(("packed_bytes", "_packed"))]
+        told += [item["parts"]["codes"] for item in self.items.get("memory", [])]
+        return self.quant is not None and bool(told) and not any(told)
 
 
 @dataclass(frozen=True)

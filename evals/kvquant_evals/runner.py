@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from kvquant_evals.error import EvalError
 from kvquant_evals.model import Source, Subject
@@ -45,7 +47,8 @@ class Evaluation:
 
     def identity(self) -> dict[str, Any]:
         """What results have to have in common to be put into one report."""
-        return {**asdict(self.origin), "settings": asdict(self.settings), "versions": versions()}
+        weights = fingerprint(self.subject.model)
+        return {**asdict(self.origin), "weights": weights, "settings": asdict(self.settings), "versions": versions()}
 
     def report(self, jobs: Sequence[Job], results: Results) -> Report:
         """A row per cache, of what all of them have done."""
@@ -82,6 +85,9 @@ class _Bout:
         try:
             # Also after an interruption: what full precision found is needed as evidence, if not as a result.
             self.full = self.full or self._measure(first)
+        except EvalError as error:
+            return record(failure=str(error))
+        try:
             found = self.full if contender is first else self._measure(contender)
         except EvalError as error:
             return record(failure=str(error))
@@ -104,6 +110,15 @@ def plan(tasks: Sequence[Task], source: Source, text: str, settings: Settings) -
     for task in tasks:
         task.check(source, text, settings)
     return [(task, item) for task in tasks for item in task.items(source, text, settings)]
+
+
+def fingerprint(model: PreTrainedModel) -> int:
+    """A checksum of a few numbers of each parameter, which tells other weights of the same name."""
+    found = 0
+    for weight in model.parameters():
+        some = weight.detach().flatten()[:: max(1, weight.numel() // 16)][:16]
+        found = zlib.crc32(some.to("cpu", torch.float32).numpy().tobytes(), found)
+    return found
 
 
 def tokens_per_second(subject: Subject, text: str, chunk: int) -> float:

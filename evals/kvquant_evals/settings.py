@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvquant_evals.error import EvalError
 from kvquant_evals.plan.quantity import parse_bytes, parse_count, parse_whole
 
 Parse = Callable[[str, str], Any]
@@ -22,6 +23,13 @@ def _option(default: Any, about: str, *, flag: str | None = None, parse: Parse =
 
 def _as_it_is(_argument: str, text: str) -> str:
     return text
+
+
+def _parse_seed(argument: str, text: str) -> int:
+    seed: int = parse_whole(argument, text)
+    if seed >= 2**32:  # numpy takes no more
+        raise EvalError(f"{argument} {text!r} must be below 2**32")
+    return seed
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,6 @@ class Settings:
     limit: int | None = _option(None, "samples of each task of lm-eval")
     num_fewshot: int | None = _option(None, "examples before each of its questions", parse=parse_whole)
     chat: bool = _option(False, "put documents and prompts into the model's chat template")
-    seed: int = _option(0, "seed of all that is drawn", parse=parse_whole)
+    seed: int = _option(0, "seed of all that is drawn", parse=_parse_seed)
     skip: int = 256  # leading tokens of a segment that are not scored
     offset: int = 20_000  # where in the text the first segment begins

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +31,8 @@ class Share:
             return Share()
         from accelerate import PartialState
 
-        state = PartialState(cpu=not torch.accelerator.is_available())
+        # The first to finish waits for the last, however long: shares take unequal times.
+        state = PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=365))
         return Share(state.process_index, state.num_processes)
 
     @property

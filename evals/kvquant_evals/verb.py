@@ -130,13 +130,14 @@ def _run(options: argparse.Namespace) -> int:
     subject = source.load(_placement(options, share))
     contenders = [*_ours(options, subject), *(peer.contender(subject) for peer in peers)]
     evaluation = runner.Evaluation(subject, text, settings, contenders)
-    results.identify(evaluation.identity())
+    folder = options.include_path and str(Path(options.include_path).resolve())
+    results.identify(evaluation.identity() | {"include_path": folder})
     interrupted = _evaluate(evaluation, share, jobs, results)
     if not share.is_first:
         return EXIT_INTERRUPTED if interrupted else 0
     report = evaluation.report(jobs, results)
     results.write_report(report.to_dict())
-    _print(report, results, options.json)
+    _print(report, options)
     return EXIT_INTERRUPTED if interrupted else EXIT_BROKEN if report.broken else 0
 
 
@@ -210,7 +211,7 @@ def _foretell(evaluation: Evaluation, share: Share, jobs: Sequence[Job], results
         tqdm.write(f"kvquant eval: about {minutes} min for {total:,} tokens at {rate:,.0f} tok/s", file=sys.stderr)
 
 
-def _print(report: Report, results: Results, json_path: str | None) -> None:
+def _print(report: Report, options: argparse.Namespace) -> None:
     from kvquant_evals import table
 
     plain, tell = report.to_dict(), sys.stderr.write
@@ -223,9 +224,9 @@ def _print(report: Report, results: Results, json_path: str | None) -> None:
             tell(f"kvquant eval: {row.label} is broken, says {task}: {reason}\n")
         if row.is_untested:
             tell(f"kvquant eval: {row.label} packed nothing in so few tokens; use more --tokens\n")
-    if not report.is_complete and results.folder is not None:
-        tell(f"kvquant eval: the same command goes on with what {results.folder} does not hold yet\n")
-    write_json(json_path, plain)
+    if not report.is_complete and options.out:
+        tell(f"kvquant eval: the same command goes on with what {options.out} does not hold yet\n")
+    write_json(options.json, plain)
 
 
 def _label(bits: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from kvquant.compat import CACHE_ARGUMENT
 from kvquant_evals.error import EvalError
 from kvquant_evals.model import Subject, default_text
 from kvquant_evals.settings import Settings
+from kvquant_evals.task import Finding
 from kvquant_evals.tasks import attention
 from kvquant_evals.tasks._capture import LayerCall, capture
 
@@ -276,3 +278,17 @@ class TestRefusals:
         """DeepSeek makes keys of latents; DiffLlama has values' heads in another order than keys'."""
         assert captured(families.tiny_model(name, "sdpa"), random_ids()) == []
         assert "sdpa never reads what its cache returns" in attention._why_nothing("sdpa")
+
+
+class TestBadNumbers:
+    def test_the_worst_head_is_one_without_a_number(self):
+        layers = [{"layer": 0, "output": [0.1, math.nan, 0.05], "score": [0.1] * 3}]
+        scores = attention.TASK.scores([Finding({"layers": layers})], SETTINGS)
+        assert math.isnan(scores["attention_error_max"])
+        assert attention.TASK.fault(scores) is not None
+
+    def test_layers_that_hold_them_are_captured(self):
+        model = families.tiny_model("llama", "sdpa")
+        layers = len(captured(model, random_ids()))
+        model.model.layers[0].self_attn.v_proj.weight.data.fill_(math.nan)
+        assert len(captured(model, random_ids())) == layers

@@ -92,6 +92,8 @@ def test_table_and_json(tiny_folder, tmp_path, capsys):
         (["--chat"], "has no chat template; leave out --chat"),
         (["--seed", "x"], "argument --seed: seed 'x' is not a positive whole number"),
         (["--out", __file__], "cannot be used"),
+        (["--seed", str(2**32)], f"argument --seed: seed '{2**32}' must be below 2**32"),
+        (["--tasks", "speed", "--context", "1"], "context=1 must be at least 2"),
     ],
 )
 def test_bad_input_gets_one_line_and_exit_code_2(tiny_folder, capsys, arguments, message):

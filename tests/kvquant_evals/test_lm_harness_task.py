@@ -103,7 +103,7 @@ class TestTask:
         object.__setattr__(task, "_first", lambda settings: task_of_lm_eval)
         scores = task.scores(found, SETTINGS)
         assert scores == pytest.approx(
-            {"group_acc": 0.75, "group_shift": 0.2, "group_packed": 1.0, "a_acc": 1.0, "b_acc": 0.0}
+            {"group_acc": 0.75, "group_shift": 0.2, "group_packed": 1.0, "group_a_acc": 1.0, "group_b_acc": 0.0}
         )
 
     def test_group_has_an_item_per_task(self, tiny, folder):
@@ -111,7 +111,8 @@ class TestTask:
         assert [item.name for item in task.items(tiny.source, "", SETTINGS)] == ["local_choice", "local_last"]
         rows = self.rows(tiny, folder, "local_group", 4)
         scores = rows["4"].scores
-        assert scores["local_group_acc"] == (scores["local_choice_acc"] + scores["local_last_acc"]) / 2
+        members = [scores[f"local_group_local_{name}_acc"] for name in ("choice", "last")]
+        assert scores["local_group_acc"] == sum(members) / 2
         assert [column.title for column in task.columns(SETTINGS)] == [
             "local_group acc",
             "local_group shift",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -402,3 +403,10 @@ class TestCheck:
         settings = replace(SETTINGS, retrieval=("common_words",), contexts=(512,))
         with pytest.raises(EvalError, match="the text has only 3 words of 4 to 8 letters, too few for common_words"):
             needles.TASK.check(tiny.source, "some more words " * 1000, settings)
+
+
+def test_a_question_without_a_number_is_not_lost_among_others():
+    answer = {"kind": "single", "context": 64, "score": 1.0}
+    kl = [math.nan, math.nan, 0.01, 0.02, 0.03]
+    found = Finding({"answers": [answer] * 5}, {"agreement": [1.0] * 5, "kl": kl})
+    assert needles.TASK.fault(needles.TASK.scores([found], Settings())) is not None

@@ -11,11 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from evaluation import interrupt
+from evaluation import evaluate, interrupt
+from transformers import DynamicCache
 
 from kvquant.cli import main
 from kvquant_evals.error import EvalError
 from kvquant_evals.results import Record, Results
+from kvquant_evals.rows import Contender
+from kvquant_evals.runner import fingerprint
+from kvquant_evals.settings import Settings
 from kvquant_evals.share import Share
 from kvquant_evals.tasks import needles, perplexity
 
@@ -124,6 +128,38 @@ def test_a_damaged_folder_is_one_line(tiny_folder, tmp_path, capsys):
     capsys.readouterr()
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith(f"kvquant eval: out '{tmp_path}' cannot be used: ")
+
+
+@pytest.mark.parametrize("written", ["{", "[]"])
+def test_a_damaged_identity_is_one_line(tiny_folder, tmp_path, capsys, written):
+    (tmp_path / "run.json").write_text(written)
+    assert main(["eval", "--model", tiny_folder, "--tasks", "ppl", *SMALL, "--out", str(tmp_path)]) == 2
+    assert "cannot be used: " in capsys.readouterr().err.strip().split("\n")[-1]
+
+
+def test_other_weights_of_the_same_name_are_another_evaluation(tiny):
+    before = fingerprint(tiny.model)
+    weight = next(tiny.model.parameters())
+    kept = weight.data.clone()
+    weight.data.mul_(1.001)
+    changed = fingerprint(tiny.model)
+    weight.data.copy_(kept)
+    assert before == fingerprint(tiny.model) != changed
+
+
+def test_what_full_precision_cannot_do_after_a_resume_is_no_failure_of_a_peer(tiny, monkeypatch):
+    """Its evidence is computed anew there, in the turn of the cache that still misses something."""
+    results = Results()
+    settings = Settings(tokens=120, chunk=32, skip=60)
+    evaluate(tiny, [perplexity.TASK], settings, results=results)
+    monkeypatch.setattr(perplexity.TASK, "measure", _out_of_memory)
+    peer = Contender("peer", DynamicCache, is_peer=True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        evaluate(tiny, [perplexity.TASK], settings, [peer], results=results)
+
+
+def _out_of_memory(turn):
+    raise RuntimeError("out of memory")
 
 
 def test_labels_that_look_alike_have_files_of_their_own():

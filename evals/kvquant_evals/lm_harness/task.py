@@ -94,7 +94,11 @@ class LmEvalTask:
 
     def scores(self, found: Sequence[Finding], settings: Settings) -> dict[str, float]:
         values = [finding.values for finding in found]
-        own = {f"{value['task']}_{metric}": x for value in values for metric, x in value["metrics"].items()}
+        own = {
+            "_".join(dict.fromkeys((self.name, value["task"], metric))): x  # a member may also be a task of its own
+            for value in values
+            for metric, x in value["metrics"].items()
+        }
         main = _main_metric(self._first(settings))
         mains = [{"main": value["metrics"].get(main), "documents": value["documents"]} for value in values]
         whole = {

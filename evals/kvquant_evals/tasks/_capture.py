@@ -137,4 +137,4 @@ def _is_repeated(read: Tensor, returned: Tensor) -> bool:
     if read.shape != (returned.shape[0], returned.shape[1] * repeats, *returned.shape[2:]):
         return False
     last = returned[:, :, -1].repeat_interleave(repeats, dim=1)  # one token tells, and costs little
-    return torch.equal(read[:, :, -1], last)
+    return torch.allclose(read[:, :, -1], last, rtol=0, atol=0, equal_nan=True)

@@ -64,7 +64,7 @@ class Attention:
         output, score = ([error for layer in layers for error in layer[name]] for name in ("output", "score"))
         return {
             "attention_error": sum(output) / len(output),
-            "attention_error_max": max(output),
+            "attention_error_max": torch.tensor(output, dtype=torch.float64).max().item(),  # NaN if one is
             "attention_score_error": sum(score) / len(score),
         }
 

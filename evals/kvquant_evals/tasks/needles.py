@@ -6,6 +6,7 @@ Every question is asked on its own copy of the cache that holds the document. So
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -103,7 +104,7 @@ class Needles:
             **_means(answers),
             "retrieval_agreement": fmean(agreement),
             "retrieval_kl": fmean(kl),
-            "retrieval_kl_median": median(kl),
+            "retrieval_kl_median": fmean(kl) if any(map(math.isnan, kl)) else median(kl),
             "questions": float(len(answers)),
         }
 

@@ -50,6 +50,8 @@ class Speed:
             if batch < 1:
                 raise EvalError(f"batch={batch} must be at least 1")
         for context in settings.contexts:
+            if context < 2:
+                raise EvalError(f"context={context} must be at least 2")
             check_length(source, text, context, UNTIMED + STEPS, "decoding")
 
     def items(self, source: Source, text: str, settings: Settings) -> list[Item]:
