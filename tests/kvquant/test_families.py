@@ -72,6 +72,8 @@ def cases():
     for case in (Case(*values) for values in product(FAMILIES, ATTENTIONS, (0, PADDING), WAYS)):
         limit = limit_of(case)
         marks = [pytest.mark.compat if case.attention == attention_of(case.family) else pytest.mark.broad]
+        if case.padding and case.way != "greedy":
+            marks.append(pytest.mark.broad)
         if limit is None:
             yield pytest.param(case, marks=marks)
         elif limit.before is not None:
