@@ -15,6 +15,7 @@ from kvquant_evals import table
 from kvquant_evals.bench import report
 from kvquant_evals.peers import catalog
 from kvquant_evals.peers.layout import Inexpressible
+from kvquant_evals.peers.peer import Peer
 
 ROOT = Path(__file__).parents[1]
 PEERS = 2  # caches of others that README shows beside each of ours
@@ -66,13 +67,17 @@ def _quality_page(quality: dict[str, Any]) -> str:
     plot = "![KL divergence against effective bits](../results/quality.png)"
     labels = {row["label"] for row in quality["rows"]}
     found = [peer for peer in catalog.PEERS if peer.label in labels or isinstance(peer.recipe, Inexpressible)]
-    peers = "\n".join(f"- {_told(peer.describe())}" for peer in found)
+    peers = "\n".join(f"- {_told(peer)}" for peer in found)
     about = "## What the caches of others are"
     return "\n\n".join([head, f"{table.caption(quality)}.", plot, table.markdown(quality), about, peers]) + "\n"
 
 
-def _told(description: str) -> str:
-    return "; ".join(line.strip() for line in description.split("\n"))
+def _told(peer: Peer) -> str:
+    """What a peer is, whether or not it can run where this is written."""
+    parts = [f"{peer.name}: {peer.label}; {peer.source}", peer.what]
+    parts += [f"differs: {peer.differs}"] if peer.differs else []
+    parts += [f"left out: {peer.recipe.reason}"] if isinstance(peer.recipe, Inexpressible) else []
+    return "; ".join(parts)
 
 
 def _speed(speed: dict[str, Any]) -> str:
