@@ -113,7 +113,7 @@ class Report:
             "tasks": [task.name for task in self.tasks],
             "columns": [asdict(column) for column in sorted(columns, key=lambda column: column.is_cost)],
             "is_complete": self.is_complete,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [asdict(row) | {"is_untested": row.is_untested} for row in self.rows],
         }
 
 

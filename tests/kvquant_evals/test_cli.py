@@ -11,7 +11,7 @@ from evaluation import interrupt
 
 from kvquant import __version__
 from kvquant.cli import main
-from kvquant_evals import model, table
+from kvquant_evals import model, table, verb
 from kvquant_evals.rows import Origin, Report, Row
 from kvquant_evals.settings import Settings
 from kvquant_evals.tasks import needles, perplexity
@@ -143,6 +143,18 @@ def test_a_cache_that_packed_nothing_is_pointed_out(tiny_folder, capsys):
     assert "8 bit packed nothing in so few tokens; use more --tokens" in capsys.readouterr().err
     assert main(["eval", "--model", tiny_folder, "--bits", "8", *SMALL, "--tokens", "300"]) == 0
     assert "packed nothing" not in capsys.readouterr().err
+
+
+def test_a_model_is_loaded_as_it_is_asked_for(tiny_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(verb, "LONG", 0.0)
+    path = tmp_path / "report.json"
+    placement = ["--dtype", "bfloat16", "--attn", "eager", "--device", "cpu", "--local-files-only"]
+    assert main(["eval", "--model", tiny_folder, "--tasks", "ppl", *placement, *SMALL, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert [report[name] for name in ("dtype", "attention", "device")] == ["torch.bfloat16", "eager", "cpu"]
+    assert report["rows"][0]["scores"]["effective_bits"] == 16
+    assert [row["is_untested"] for row in report["rows"]] == [False, True, True]
+    assert " min for 360 tokens at " in capsys.readouterr().err  # 120 each of three caches
 
 
 def test_empty_text_is_refused(tiny_folder, tmp_path, capsys):

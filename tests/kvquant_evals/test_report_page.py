@@ -294,7 +294,7 @@ class TestRanking:
     def test_leaders_are_sound(self, saved):
         plain = made()
         plain["rows"][2] |= {"quant": {"sinks": 4}}
-        plain["rows"][2]["scores"]["packed_bytes"] = 0
+        plain["rows"][2]["is_untested"] = True
         plain["rows"][3]["scores"]["kl_mean"] = float("nan")
         leaders = [group.leader() for group in classes(saved(plain))]
         assert [leader and leader.label for leader in leaders] == [None, HOSTILE, "8 bit"]

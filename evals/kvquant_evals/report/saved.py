@@ -125,7 +125,7 @@ def _rows(rows: list[dict[str, Any]]) -> list[SavedRow]:
             faults=row.get("faults", {}),
             is_full=index == 0,
             is_peer=bool(row.get("is_peer")),
-            is_untested=row.get("quant") is not None and row["scores"].get("packed_bytes") == 0,
+            is_untested=bool(row.get("is_untested")),
         )
         for index, row in enumerate(rows)
     ]
