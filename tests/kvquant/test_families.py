@@ -43,13 +43,12 @@ class Case(NamedTuple):
     def __str__(self):
         return f"{self.family}-{self.attention}-{'padded' if self.padding else 'full'}-{self.way.replace(' ', '_')}"
 
-    @property
     def model(self):
         return tiny_model(self.family, self.attention, spread=0.1)
 
-    def run(self, cache, **options):
-        inputs = prompt(self.model, rows_of(self.way), self.padding)
-        return generate(self.model, inputs, cache, **WAYS[self.way], **options)
+    def run(self, model, cache, **options):
+        inputs = prompt(model, rows_of(self.way), self.padding)
+        return generate(model, inputs, cache, **WAYS[self.way], **options)
 
     def dynamic_cache(self):
         return new_cache(self.family, DynamicCache)
@@ -106,24 +105,24 @@ def row_starts(cache):
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 class TestGeneration:
     def test_sixteen_bits_are_dynamic_cache_to_the_bit(self, case):
-        cache = case.quant_cache(16)
-        assert_identical(case.run(cache), case.run(case.dynamic_cache()))
+        model, cache = case.model(), case.quant_cache(16)
+        assert_identical(case.run(model, cache), case.run(model, case.dynamic_cache()))
         assert all(row.pages for part in parts(cache) for rows in packed_rows(part) for row in rows)
 
     @pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.broad), 4])
     def test_packed_pages_are_read_as_dequantized_states_are(self, case, bits):
-        cache = case.quant_cache(bits)
-        with recording(case.model, cache) as trace:
-            case.run(cache)
-        if case.way == "prompt lookup" and not case.model.config.is_encoder_decoder:  # these all but repeat themselves
+        model, cache = case.model(), case.quant_cache(bits)
+        with recording(model, cache) as trace:
+            case.run(model, cache)
+        if case.way == "prompt lookup" and not model.config.is_encoder_decoder:  # these all but repeat themselves
             assert any(change.method == "crop" and change.arguments[0] for change in trace.changes)
-        again = trace.repeat(case.model, case.quant_cache(bits))
+        again = trace.repeat(model, case.quant_cache(bits))
         assert all(torch.equal(*pair) for pair in zip(again, trace.logits, strict=True))
         states, starts = iter(trace.states), map(row_starts, parts(cache))
         reference = case.quant_cache(
             bits, lambda **options: DequantizedCache(states=states, starts=next(starts), **options)
         )
-        assert_close(trace.logits, trace.repeat(case.model, reference), TOLERANCES[bits])
+        assert_close(trace.logits, trace.repeat(model, reference), TOLERANCES[bits])
         assert next(states, None) is None
 
 
@@ -140,10 +139,10 @@ class TestGeneration:
 )
 def test_kvquant_attention_gives_what_eager_gives(case):
     """On plain tensors, along the same tokens; what it does with packed ones is compared to that above."""
-    eager, cache = case._replace(attention="eager"), case.dynamic_cache()
-    with recording(eager.model, cache) as trace:
-        eager.run(cache)
-    got = trace.repeat(case.model, case.dynamic_cache())
+    model, cache = case._replace(attention="eager").model(), case.dynamic_cache()
+    with recording(model, cache) as trace:
+        case.run(model, cache)
+    got = trace.repeat(case.model(), case.dynamic_cache())
     expected = trace.logits
     got[0], expected[0] = got[0][:, -1:], expected[0][:, -1:]  # what comes out for padding is of no use
     assert_close(got, expected, REORDERED)
@@ -158,11 +157,18 @@ def test_what_is_left_out_fails_with_dynamic_cache_too(family, limit):
     attention = limit.what if limit.what in ATTENTIONS else "eager"
     case = Case(family, attention, 0, limit.what if limit.what in WAYS else "greedy")
     with pytest.raises((KeyError, ValueError, NotImplementedError)) as caught:
-        case.run(case.dynamic_cache())
+        case.run(case.model(), case.dynamic_cache())
     assert limit.reason in f"{caught.typename}: {caught.value}"
 
 
 RECORDED = json.loads((Path(__file__).parents[2] / "results" / "models.json").read_text())
+
+
+def test_a_test_has_its_model_to_itself():
+    first = tiny_model("llama", "sdpa")
+    kept = first.lm_head.weight.clone()
+    first.to(torch.bfloat16).lm_head.weight.data.fill_(torch.nan)
+    torch.testing.assert_close(tiny_model("llama", "sdpa").lm_head.weight, kept, rtol=0, atol=0)
 
 
 def test_the_table_of_models_lists_all_families():
@@ -182,7 +188,7 @@ def test_the_table_of_models_says_what_is_observed(row):
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", "qwen3_next", "t5"])
 def test_identity_over_300_tokens_and_two_seals_of_default_pages(family, attention, padding):
     case = Case(family, attention, padding, "greedy")
-    cache = new_cache(family, partial(QuantCache, bits=16))
-    assert_identical(case.run(cache, new_tokens=300), case.run(case.dynamic_cache(), new_tokens=300))
+    model, cache = case.model(), new_cache(family, partial(QuantCache, bits=16))
+    assert_identical(case.run(model, cache, new_tokens=300), case.run(model, case.dynamic_cache(), new_tokens=300))
     rows = parts(cache)[0].layers[-1].states.snapshot().rows
     assert len(rows[1].pages) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
@@ -36,15 +37,23 @@ def tiny_config(name: str) -> PreTrainedConfig:
     return AutoConfig.for_model(family.model_type or name, **fields)
 
 
-@cache
 def tiny_model(name: str, attention: str, spread: float = 0.02) -> PreTrainedModel:
-    """A model with random weights of standard deviation `spread`. At 0.1, most of a logit is what attention reads."""
+    """A model with random weights of standard deviation `spread`. At 0.1, most of a logit is what attention reads.
+
+    It is the caller's own, to change as a test likes: no other test sees it.
+    """
     if attention == kvquant.interface.NAME:
         kvquant.register()
-    torch.manual_seed(0)
+    return copy.deepcopy(_made(name, attention, spread))
+
+
+@cache
+def _made(name: str, attention: str, spread: float) -> PreTrainedModel:
     config = tiny_config(name)
     config.initializer_range = config.init_std = spread  # as most call it, and as BART does
-    return FAMILIES[name].auto.from_config(config, attn_implementation=attention).eval()
+    with torch.random.fork_rng():  # a test's random numbers are the same whether it is the first to ask or not
+        torch.manual_seed(0)
+        return FAMILIES[name].auto.from_config(config, attn_implementation=attention).eval()
 
 
 def rows_of(way: str) -> int:
