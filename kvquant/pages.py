@@ -125,7 +125,7 @@ _LEAST_HUGE = 8 << 20
 
 def _on_huge_pages(size: int, advice: int) -> Tensor:
     """uint8 [size], of huge pages if the system grants them."""
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # EINVAL where the kernel was built without them, which is no reason to fail.
     with contextlib.suppress(OSError):
         memory.madvise(advice)

@@ -1,6 +1,8 @@
 """The pool: what is written is read, whatever memory it lies in."""
 
 import pickle
+import re
+from pathlib import Path
 
 import psutil
 import pytest
@@ -41,7 +43,29 @@ def test_memory_that_is_not_used_any_more_is_given_back():
     assert resident() - before < 5 * records.numel()  # not 50 times
 
 
-@pytest.mark.skipif(pages._HUGE_PAGES is None, reason="huge pages are asked for on Linux only")
+on_linux = pytest.mark.skipif(pages._HUGE_PAGES is None, reason="huge pages are asked for on Linux only")
+
+
+@on_linux
+def test_large_pools_are_private_memory_for_which_huge_pages_are_asked():
+    """Linux makes huge pages of shared memory only where it has been told to, and forks would write to the same."""
+    records = pages._empty_records(4000, 4096, torch.device("cpu"))
+    header, *lines = _mapping_of(records.data_ptr())
+    assert header.split()[1] == "rw-p"
+    assert "hg" in next(line for line in lines if line.startswith("VmFlags:")).split()
+
+
+def _mapping_of(address):
+    """The lines that Linux has for the stretch of memory with this address."""
+    stretches = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
+    for stretch in stretches:
+        first, last = (int(end, 16) for end in stretch.split()[0].split("-"))
+        if first <= address < last:
+            return stretch.splitlines()
+    raise AssertionError(f"{address:x} is not mapped")
+
+
+@on_linux
 def test_a_system_that_refuses_huge_pages_gives_others():
     records = pages._on_huge_pages(16 << 20, advice=1 << 20)  # no such advice: EINVAL
     records[-1] = 7
