@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -92,6 +93,16 @@ def test_slow_contenders_get_fewer_rounds(monkeypatch):
     assert race.race("x", contenders, 100, 1, Effort(rounds=15, seconds=1.0))[0].rounds == race.FEWEST_ROUNDS
 
 
+def test_no_contender_always_runs_after_the_same(monkeypatch):
+    turns = []
+    contenders = {label: Contender(partial(turns.append, label), 0) for label in "abcd"}
+    race.race("x", contenders, 100, 1, Effort(rounds=20))
+    rounds = [turns[first : first + 4] for first in range(0, len(turns), 4)]
+    assert all(sorted(order) == list("abcd") for order in rounds)
+    before_a = {turns[i - 1] for i, label in enumerate(turns) if i and label == "a"}
+    assert before_a >= set("bcd")
+
+
 def test_median_and_spread_of_the_middle_half():
     found = timing("attention", "x", 100, 1, [0.004, 0.001, 0.002, 0.003, 0.100])
     assert found.milliseconds == pytest.approx(3.0)
@@ -129,7 +140,7 @@ def test_tables():
         ["DynamicCache", "200.0", "1.00", "300.0", "1.00"],
         ["k", "50.0", "0.25", "90.0", "0.30"],
     ]
-    assert "medians of 15 alternating rounds, 9 at least for the slowest" in report.caption(found)
+    assert "medians of 15 rounds in changing order, 9 at least for the slowest" in report.caption(found)
     titles = [lines[0][0] for lines in report.printed(found)]
     assert titles[0] == "attention: ms, 1 thr."
     assert len(titles) == 5  # two kinds with ratios, and memory

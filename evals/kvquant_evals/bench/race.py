@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,18 +60,25 @@ def race(kind: str, contenders: Mapping[str, Contender], context: int, threads: 
     """Runs all contenders in turns, after one round of each that does not count."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    seconds: dict[str, list[float]] = {label: [] for label in contenders}
     try:
         with torch.inference_mode():
-            for contender in contenders.values():
-                contender.run()
-            for _ in range(effort.rounds):
-                for label, contender in contenders.items():
-                    if len(seconds[label]) < FEWEST_ROUNDS or sum(seconds[label]) < effort.seconds:
-                        seconds[label].append(_seconds(contender.run))
+            seconds = _seconds_of_rounds(contenders, effort)
     finally:
         torch.set_num_threads(before)
     return [timing(kind, label, context, threads, seconds[label], c.cache_bytes) for label, c in contenders.items()]
+
+
+def _seconds_of_rounds(contenders: Mapping[str, Contender], effort: Effort) -> dict[str, list[float]]:
+    """Every round has an order of its own: a contender finds in the processor's caches what the one before has left."""
+    seconds: dict[str, list[float]] = {label: [] for label in contenders}
+    for contender in contenders.values():
+        contender.run()
+    order = random.Random(0)
+    for _ in range(effort.rounds):
+        for label in order.sample(list(contenders), len(contenders)):
+            if len(seconds[label]) < FEWEST_ROUNDS or sum(seconds[label]) < effort.seconds:
+                seconds[label].append(_seconds(contenders[label].run))
+    return seconds
 
 
 def timing(kind: str, label: str, context: int, threads: int, seconds: list[float], cache_bytes: int = 0) -> Timing:

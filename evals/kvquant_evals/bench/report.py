@@ -120,7 +120,7 @@ def caption(report: dict[str, Any]) -> str:
     rounds = [row["rounds"] for row in report["timings"]]
     return (
         f"{machine['processor']}, {machine['cores']} cores; attention of {shape['num_heads']} query and "
-        f"{shape['num_kv_heads']} KV heads of {shape['head_dim']}; medians of {max(rounds)} alternating rounds, "
+        f"{shape['num_kv_heads']} KV heads of {shape['head_dim']}; medians of {max(rounds)} rounds in changing order, "
         f"{min(rounds)} at least for the slowest; kvquant {found['kvquant']}, transformers {found['transformers']}, "
         f"torch {found['torch']}. `~`: noisy"
     )
