@@ -64,7 +64,7 @@ def attend(states: Snapshot, call: AttentionCall) -> Tensor:
         return _attend_dequantized(states, call)
     kernel = None if states.is_exact else choose(states, call)
     if kernel is not None:
-        return kernel.run(states, call).to(call.query.dtype)
+        return kernel.run(states, call)
     if states.hidden:
         call = with_hidden(call, states)
     with torch.autocast(call.query.device.type, enabled=False):  # which would round the products to 16 bits
@@ -72,7 +72,8 @@ def attend(states: Snapshot, call: AttentionCall) -> Tensor:
 
 
 def _is_long(call: AttentionCall) -> bool:
-    return call.query.shape[-2] > (LONG_CHUNK if call.query.device.type == "cpu" else LONG_CHUNK_ON_GPU)
+    q_len = call.query.shape[-2]
+    return q_len > LONG_CHUNK_ON_GPU and (q_len > LONG_CHUNK or call.query.device.type != "cpu")
 
 
 def _attend_plainly(states: Snapshot, call: AttentionCall) -> Tensor:
@@ -86,19 +87,20 @@ def _attend_plainly(states: Snapshot, call: AttentionCall) -> Tensor:
 
 
 def _wants_gradient(states: Snapshot, call: AttentionCall) -> bool:
+    if not torch.is_grad_enabled():
+        return False
     inputs = (call.query, call.mask, call.sink_logits, *states.chunk)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return any(x is not None and x.requires_grad for x in inputs)
 
 
 def _check(states: Snapshot, call: AttentionCall) -> None:
-    batch, heads = call.query.shape[:2]
-    held_batch, held_heads = states.chunk.key.shape[:2]
+    batch, heads, _, dim = call.query.shape
+    held_batch, held_heads, _, held_dim = states.chunk.key.shape
     if batch != held_batch or heads % held_heads:
         raise ValueError(
             f"query of {batch} rows and {heads} heads does not fit states of {held_batch} rows and {held_heads} "
             "KV heads: rows must be equal and query heads a multiple of KV heads"
         )
-    dim, held_dim = call.query.shape[-1], states.chunk.key.shape[-1]
     if dim != held_dim:
         raise ValueError(f"query has head_dim {dim}, the keys have {held_dim}")
     if call.sink_logits is not None and call.sink_logits.shape != (heads,):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from kvquant import formats
@@ -109,7 +110,7 @@ class QuantConfig:
         """What to use for latent states (MLA): their RoPE part has few channels, none of them redundant."""
         return self if self.quantize_rope else replace(self, value=formats.IDENTITY)
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         return self.key.is_exact and self.value.is_exact
 

@@ -50,7 +50,7 @@ class AttentionKernel(Protocol):
         """Why this kernel cannot take a call; None if it can."""
 
     def run(self, states: Snapshot, call: AttentionCall) -> Tensor:
-        """The attention output [B, Hq, Q, Dv]."""
+        """The attention output [B, Hq, Q, Dv] in the query's dtype."""
 
 
 @cache
@@ -84,19 +84,21 @@ def is_switched_off() -> bool:
     return os.environ.get(SWITCH) == "off"
 
 
-def available(device_type: str) -> list[AttentionKernel]:
+def available(device_type: str) -> tuple[AttentionKernel, ...]:
     """The kernels to try on a device, none if the environment says KVQUANT_KERNELS=off."""
-    if is_switched_off():
-        return []
-    present = []
-    for kernel in discover():
-        if kernel.device_type == device_type:
-            reason = kernel.missing()
-            if reason is None:
-                present.append(kernel)
-            else:
-                log_once(f"{kernel.name} is not used, slower plain PyTorch is: {reason}")
-    return present
+    return () if is_switched_off() else tuple(filter(_is_present, _made_for(discover(), device_type)))
+
+
+@cache
+def _made_for(kernels: tuple[AttentionKernel, ...], device_type: str) -> tuple[AttentionKernel, ...]:
+    return tuple(kernel for kernel in kernels if kernel.device_type == device_type)
+
+
+def _is_present(kernel: AttentionKernel) -> bool:
+    reason = kernel.missing()
+    if reason is not None:
+        log_once(f"{kernel.name} is not used, slower plain PyTorch is: {reason}")
+    return reason is None
 
 
 def choose_layout(key: PagePart, value: PagePart, device: torch.device) -> PageLayout:
@@ -111,12 +113,18 @@ def choose_layout(key: PagePart, value: PagePart, device: torch.device) -> PageL
 
 
 def choose(states: Snapshot, call: AttentionCall) -> AttentionKernel | None:
-    """The first kernel that can take a call; None if the reference must."""
-    for kernel in available(states.chunk.key.device.type):
+    """The first kernel that can take a call; None if the reference must.
+
+    Whether kernels are switched off was asked when the pages were laid out, and is not asked again at every step.
+    """
+    for kernel in _made_for(discover(), states.chunk.key.device.type):
+        if not _is_present(kernel):
+            continue
         reason = kernel.unsupported(states, call)
         if reason is None:
             return kernel
-        log_once(f"{kernel.name} is not used: {reason}")
+        if not is_switched_off():
+            log_once(f"{kernel.name} is not used: {reason}")
     return None
 
 

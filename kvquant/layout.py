@@ -19,7 +19,8 @@ ALIGNMENT = 16  # bytes; the widest load of the devices we target
 class PageLayout(Protocol):
     """The bytes of one page: the keys and values of `page_size` tokens of one layer.
 
-    A layout that can do so faster may seal and restore pages in its own way, to the same numbers.
+    A layout that can do so faster may seal and restore pages, and append tokens that wait for one, in its own way, to
+    the same numbers.
     """
 
     @property
@@ -39,9 +40,19 @@ class PageLayout(Protocol):
         """Records uint8 [pages, page_bytes] of states [pages, H, page_size, D] in the model's basis."""
         return self.pack(codecs[0].encode(key), codecs[1].encode(value))
 
+    def append(self, states: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> None:
+        """Copies keys and values [B, H, t, D] into buffers [B, H, T, D], from token `first` on, without gradients."""
+        append_by_torch(states, buffers, first)
+
     def restore(self, records: Tensor, part: int, codec: StateCodec, dtype: torch.dtype) -> Tensor:
         """Keys (part 0) or values (part 1) of records in the model's basis: [pages, H, page_size, D] of `dtype`."""
         return codec.restore(codec.decode(self.unpack(records, part))).to(dtype)
+
+
+def append_by_torch(states: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> None:
+    """PageLayout.append for every device and dtype."""
+    for part, buffer in zip(states, buffers, strict=True):
+        buffer.narrow(-2, first, part.shape[-2]).copy_(part.detach())
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

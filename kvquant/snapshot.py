@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -63,6 +63,11 @@ class Rows(tuple[Row, ...]):
     def derived(self) -> dict[object, object]:
         """What kernels have derived from these rows and keep with them, by keys of their own."""
         return {}
+
+    @cached_property
+    def latest_start(self) -> int:
+        """The start of the row that starts last; -1 without rows."""
+        return max((row.start for row in self), default=-1)
 
     @cached_property
     def have_pages(self) -> bool:
@@ -126,6 +131,11 @@ class Snapshot:
     tail: the columns up to `settled`; a row's own part begins at `tail_start` of its group. They are the first
     tail_length tokens of buffers with room for more.
     window: what attention does not see any more of a layer with a sliding window.
+
+    Derived, since every step asks for them several times:
+    kv_len: the columns held, hidden ones included.
+    hidden: leading columns that have left the window. Attention sees those that follow, `visible_len` columns.
+    is_exact: whether reading gives back the very numbers that were stored.
     """
 
     config: QuantConfig
@@ -137,26 +147,22 @@ class Snapshot:
     tail_length: int
     chunk: KV
     window: Window = FULL_ATTENTION
+    kv_len: int = field(init=False)
+    hidden: int = field(init=False)
+    visible_len: int = field(init=False)
+    is_exact: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        kv_len, hidden = self.settled + self.chunk.num_tokens, self.window.hidden(self.settled)
+        is_exact = not self.rows.have_pages or self.config.is_exact
+        # What dataclasses that are frozen leave to do: into __dict__, as functools.cached_property does.
+        self.__dict__.update(kv_len=kv_len, hidden=hidden, visible_len=kv_len - hidden, is_exact=is_exact)
 
     @staticmethod
     def of(key: Tensor, value: Tensor) -> Snapshot:
         """States that are plain tensors: keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv], all exact."""
         chunk = KV(key, value)
         return Snapshot(QuantConfig(), 0, Rows((Row(0, ()),) * key.shape[0]), None, None, chunk, 0, chunk)
-
-    @property
-    def kv_len(self) -> int:
-        """The columns held, hidden ones included."""
-        return self.settled + self.chunk.num_tokens
-
-    @property
-    def hidden(self) -> int:
-        """Leading columns that have left the window. Attention sees those that follow."""
-        return self.window.hidden(self.settled)
-
-    @property
-    def visible_len(self) -> int:
-        return self.kv_len - self.hidden
 
     @property
     def tail(self) -> KV:
@@ -166,11 +172,6 @@ class Snapshot:
     def layout(self) -> PageLayout:
         assert self.pool is not None
         return self.pool.layout
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether reading gives back the very numbers that were stored."""
-        return not self.rows.have_pages or self.config.is_exact
 
     def groups(self) -> list[RowGroup]:
         return group_rows(self.rows)

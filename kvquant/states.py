@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvquant.config import QuantConfig
+from kvquant.layout import append_by_torch
 from kvquant.padding import padding_of
 from kvquant.pages import Page, PagePool, pool_for
 from kvquant.snapshot import KV, RUN_PAGES, Row, RowGroup, Rows, Snapshot, group_rows, tail_start
@@ -94,22 +95,25 @@ class LayerStates:
             starts = self._starts_from_positions()
         if starts is not None and self.is_open:
             self._open_rows(starts)
-        with torch.no_grad():
-            self._tail = self._tail.extended(self._chunk, self.config)
-            self._settled += self._chunk.num_tokens
-            self._chunk, self._chunk_positions = self._no_chunk, None
-            if self._settled >= self._due_at:
-                if not self.keep_past:
-                    self._forget_passed()
-                for group in group_rows(self._rows):
-                    self._seal_due(group)
-            if self._rows is not before or self._tail.room == 0:
-                self._trim_tail()
+        append = append_by_torch if self._pool is None else self._pool.layout.append
+        self._tail = self._tail.extended(self._chunk, self.config, append)
+        self._settled += self._chunk.num_tokens
+        self._chunk, self._chunk_positions = self._no_chunk, None
+        if self._settled >= self._due_at:
+            self._seal_what_is_due()
+        if self._rows is not before or self._tail.room == 0:
+            self._trim_tail()
 
     @property
     def is_open(self) -> bool:
         """Whether some row holds no token yet, so that the chunk decides where it starts."""
-        return any(row.start == self._settled for row in self._rows)
+        return self._rows.latest_start == self._settled
+
+    def _seal_what_is_due(self) -> None:
+        if not self.keep_past:
+            self._forget_passed()
+        for group in group_rows(self._rows):
+            self._seal_due(group)
 
     def crop(self, num_tokens: int) -> None:
         """Forgets the last `num_tokens` tokens.
@@ -126,19 +130,16 @@ class LayerStates:
         if not any(row.pages for row in self._rows):
             self._sinks = None
         first = self._tail_first()
-        with torch.no_grad():
-            self._tail = Tail.copy_of(
-                KV(before.columns(0, first, length), before.columns(1, first, length)), self.config
-            )
+        kept = KV(before.columns(0, first, length), before.columns(1, first, length))
+        self._tail = Tail.copy_of(kept, self.config)
         self.forget_passed()
 
     def forget_passed(self) -> None:
         """Lets go of the pages that have left the window, also of those that were kept until now."""
         self.settle()
         self._last_snapshot = None
-        with torch.no_grad():
-            self._forget_passed()
-            self._trim_tail()
+        self._forget_passed()
+        self._trim_tail()
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
         """Makes row i what row rows[i] was; rows may repeat and be left out. No page is copied."""

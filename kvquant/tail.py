@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvquant.config import QuantConfig
 from kvquant.snapshot import KV
+
+Append = Callable[[Sequence[Tensor], Sequence[Tensor], int], None]  # as PageLayout.append
 
 
 class _Written:
@@ -59,15 +62,18 @@ class Tail:
     def room(self) -> int:
         return self.buffers.num_tokens - self.length
 
-    def extended(self, states: KV, config: QuantConfig) -> Tail:
-        """The tail with `states` at its end; in the same buffers where there is room that no other tail has taken."""
+    def extended(self, states: KV, config: QuantConfig, append: Append) -> Tail:
+        """The tail with `states` at its end; in the same buffers where there is room that no other tail has taken.
+
+        Gradients end here: what was a chunk is packed sooner or later.
+        """
         first, last = self.length, self.length + states.num_tokens
         if last > self.buffers.num_tokens:
-            return Tail(states if first == 0 else _joined(self.states, states), last)
+            detached = KV(*(part.detach() for part in states))
+            return Tail(detached if first == 0 else _joined(self.states, detached), last)
         if not self._written.claim(first, last):
-            return Tail.copy_of(self.states, config).extended(states, config)
-        for buffer, part in zip(self.buffers, states, strict=True):
-            buffer.narrow(-2, first, part.shape[-2]).copy_(part)
+            return Tail.copy_of(self.states, config).extended(states, config, append)
+        append(states, self.buffers, first)
         return Tail(self.buffers, last, self._written)
 
     def last(self, length: int, config: QuantConfig) -> Tail:

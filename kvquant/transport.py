@@ -115,8 +115,10 @@ def learn_starts(states: LayerStates, snapshot: Snapshot, mask: Tensor | None) -
 
     Without a mask there is none.
     """
-    seen = row_starts(mask, states.batch_size, snapshot.visible_len) if states.is_open else None
-    starts = [0] * states.batch_size if seen is None else [snapshot.hidden + column for column in seen]
+    starts: Sequence[int] = ()
+    if states.is_open:
+        seen = row_starts(mask, states.batch_size, snapshot.visible_len)
+        starts = [0] * states.batch_size if seen is None else [snapshot.hidden + column for column in seen]
     states.settle(snapshot.chunk, starts)
 
 

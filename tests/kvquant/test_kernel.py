@@ -46,8 +46,22 @@ def test_pages_get_the_layout_of_the_kernel_that_can_read_them():
 
 def test_switched_off_everything_is_the_reference(monkeypatch):
     monkeypatch.setenv("KVQUANT_KERNELS", "off")
-    assert kernel.available("cpu") == []
+    assert kernel.available("cpu") == ()
     assert isinstance(filled(QuantConfig.preset(4)).layout, PlainLayout)
+
+
+@needs_library
+def test_pages_are_read_by_the_kernel_that_they_were_laid_out_for(monkeypatch):
+    snapshot, call = filled(QuantConfig.preset(4)), AttentionCall(torch.randn(1, 4, 1, 64))
+    monkeypatch.setenv("KVQUANT_KERNELS", "off")
+    assert kernel.choose(snapshot, call).name == "cpu attention"
+
+
+def test_switched_off_pages_of_another_layout_are_no_news(monkeypatch, caplog):
+    monkeypatch.setenv("KVQUANT_KERNELS", "off")
+    with caplog.at_level(logging.WARNING, "kvquant"):
+        assert kernel.choose(filled(QuantConfig.preset(4)), AttentionCall(torch.randn(1, 4, 1, 64))) is None
+    assert caplog.messages == []
 
 
 def test_a_missing_library_is_said_once(monkeypatch, caplog):

@@ -17,6 +17,7 @@ from kvquant.layout import PageLayout, PagePart
 from kvquant.snapshot import KV, Snapshot
 from kvquant_kernels.cpu import layout, library
 from kvquant_kernels.cpu.layout import CpuLayout
+from kvquant_kernels.cpu.records import dense
 
 _LEAST_MASK = torch.finfo(torch.float32).min / 2
 
@@ -72,13 +73,15 @@ class _Standing(NamedTuple):
     sinks: KV | None
     records: ReferenceType[Tensor]  # of the pool, which may grow into others
     structure: library.Attend
+    num_heads: int
 
     @staticmethod
     def of(states: Snapshot, records: Tensor) -> _Standing:
         held = states.rows.derived.get(_Standing)
         if isinstance(held, _Standing) and held.fits(states, records):
             return held
-        new = _Standing(states.config, states.sinks, ref(records), _standing_structure(states, records))
+        structure = _standing_structure(states, records)
+        new = _Standing(states.config, states.sinks, ref(records), structure, structure.heads)
         states.rows.derived[_Standing] = new
         return new
 
@@ -97,7 +100,8 @@ def _standing_structure(states: Snapshot, records: Tensor) -> library.Attend:
     s.key, s.value = (part.structure for part in cpu_layout.parts)
     s.key_rotated, s.value_rotated = (config.codec(part).rotated for part in (0, 1))
     if states.sinks is not None:
-        library.set_segment(s, "sinks", *states.sinks, states.sinks.num_tokens)
+        sinks = library.segment(*states.sinks, states.sinks.num_tokens)
+        library.SEGMENT.pack_into(s, library.Attend.sinks.offset, *sinks)
     return s
 
 
@@ -106,51 +110,48 @@ class _Arguments:
 
     def __init__(self, states: Snapshot, call: AttentionCall) -> None:
         assert states.pool is not None
-        records, query = states.pool.records, _dense(call.query)
+        records, query, chunk = states.pool.records, dense(call.query), KV(*map(dense, states.chunk))
         batch, num_heads, q_len, dim = query.shape
-        self.out = torch.empty(batch, num_heads, q_len, states.chunk.value.shape[-1], dtype=query.dtype)
-        tail, chunk = states.tail_buffers, KV(*map(_dense, states.chunk))
-        s = self.structure = library.Attend.from_buffer_copy(_Standing.of(states, records).structure)
-        s.query, s.query_stride[:], s.query_dtype = query.data_ptr(), query.stride()[:3], library.DTYPES[query.dtype]
-        s.out, s.n_rep, s.q_len = self.out.data_ptr(), num_heads // s.heads, q_len
-        s.settled, s.num_threads = states.settled, torch.get_num_threads()
-        s.scale, s.softcap = dim**-0.5 if call.scale is None else call.scale, call.softcap or 0.0
-        library.set_segment(s, "tail", *tail, states.tail_length)
-        library.set_segment(s, "chunk", *chunk, chunk.num_tokens)
+        self.out = query.new_empty(batch, num_heads, q_len, chunk.value.shape[-1])
+        mask, mask_strides = (None, (0, 0, 0)) if call.mask is None else _additive(call.mask)
+        logits = None if call.sink_logits is None else call.sink_logits.to(torch.float32).contiguous()
+        standing = _Standing.of(states, records)
+        self.structure = library.Attend.from_buffer_copy(standing.structure)
+        library.CALL.pack_into(
+            self.structure,
+            0,
+            query.data_ptr(),
+            self.out.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
+            0 if logits is None else logits.data_ptr(),
+            *query.stride()[:3],
+            *mask_strides,
+            *library.segment(*states.tail_buffers, states.tail_length),
+            *library.segment(*chunk, chunk.num_tokens),
+            num_heads // standing.num_heads,
+            q_len,
+            states.settled,
+            library.DTYPES[query.dtype],
+            torch.get_num_threads(),
+            dim**-0.5 if call.scale is None else call.scale,
+            call.softcap or 0.0,
+        )
         # The records: another cache that shares the pool may let it grow meanwhile.
-        self._keep: list[object] = [states.rows, states.sinks, records, query, tail, chunk]
-        self._set_mask(call)
-
-    def _kept(self, x: Tensor) -> Tensor:
-        """x, or a copy of it, with a dense last dimension; kept alive."""
-        dense = _dense(x)
-        self._keep.append(dense)
-        return dense
-
-    def _set_mask(self, call: AttentionCall) -> None:
-        s = self.structure
-        if call.sink_logits is not None:
-            logits = self._kept(call.sink_logits.to(torch.float32).contiguous())
-            s.sink_logits = logits.data_ptr()
-        if call.mask is None:
-            return
-        mask = call.mask[(None,) * (4 - call.mask.dim())]
-        if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-        else:
-            # In float32 at least, which holds the bound; finite also after the change to base 2.
-            wide = mask.to(torch.promote_types(mask.dtype, torch.float32))
-            mask = wide.clamp_min(_LEAST_MASK).to(torch.float32).masked_fill(mask == -torch.inf, -torch.inf)
-        mask = self._kept(mask)
-        s.mask = mask.data_ptr()
-        s.mask_stride[:] = [
-            stride if size > 1 else 0 for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
-        ]
+        self._keep = states.rows, states.sinks, records, query, states.tail_buffers, chunk, mask, logits
 
 
-def _dense(x: Tensor) -> Tensor:
-    """x, or a copy of it, with a dense last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _additive(mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What a mask adds to scores, float32 and dense in its last dimension, and its strides: 0 where it is broadcast."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    if mask.dtype == torch.bool:
+        added = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    else:
+        # In float32 at least, which holds the bound; finite also after the change to base 2.
+        wide = mask.to(torch.promote_types(mask.dtype, torch.float32))
+        added = wide.clamp_min(_LEAST_MASK).to(torch.float32).masked_fill(mask == -torch.inf, -torch.inf)
+    added = dense(added)
+    strides = zip(added.shape[:3], added.stride()[:3], strict=True)
+    return added, tuple(stride if size > 1 else 0 for size, stride in strides)
 
 
 KERNEL = CpuAttention()

@@ -202,6 +202,12 @@ class CpuLayout(PageLayout):
         """The keys (part 0) or values (part 1) of records uint8 [pages, page_bytes]."""
         return self.parts[part].read(records)
 
+    def append(self, states: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> None:
+        if native.can_append(states, buffers):
+            native.append(states, buffers, first)
+        else:
+            super().append(states, buffers, first)
+
     def seal(self, key: Tensor, value: Tensor, codecs: Sequence[StateCodec]) -> Tensor:
         if not all(native.can_seal(part, codec) for part, codec in zip((key, value), codecs, strict=True)):
             return super().seal(key, value, codecs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 LIBRARY = "libkvquant_cpu.so"
 VARIABLE = "KVQUANT_CPU_LIBRARY"  # the environment variable that names another file
-ABI = 3  # KVQ_ABI of native/kvq.h
+ABI = 4  # KVQ_ABI of native/kvq.h
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # KvqDtype
@@ -48,35 +48,41 @@ class Attend(Structure):
     """KvqAttend of native/kvq.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in "query out pool table num_pages start mask sink_logits".split()),
+        *((name, c_void_p) for name in "query out mask sink_logits".split()),
         *((name, Strides) for name in ("query_stride", "mask_stride")),
-        *((name, c_int64) for name in ("page_bytes", "table_stride")),
-        *(
-            (name, c_int32)
-            for name in "batch heads n_rep q_len page_size settled dtype query_dtype num_threads".split()
-        ),
-        *((name, c_int32) for name in ("exact", "key_rotated", "value_rotated")),
+        *((name, Segment) for name in ("tail", "chunk")),
+        *((name, c_int32) for name in "n_rep q_len settled query_dtype num_threads".split()),
         *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in "batch heads page_size dtype exact key_rotated value_rotated".split()),
+        *((name, c_void_p) for name in "pool table num_pages start".split()),
+        *((name, c_int64) for name in ("page_bytes", "table_stride")),
         *((name, Part) for name in ("key", "value")),
-        *((name, Segment) for name in ("sinks", "tail", "chunk")),
+        ("sinks", Segment),
     ]
 
 
-_SEGMENT = struct.Struct("=9q")
-assert _SEGMENT.size == ctypes.sizeof(Segment)
+# The fields of Attend from `query` to `softcap`, and of a segment: packed at once, which is faster than one by one.
+CALL = struct.Struct("=4Q 6q 9q 9q 5i 2f")
+SEGMENT = struct.Struct("=9q")
+assert CALL.size == Attend.batch.offset
+assert SEGMENT.size == ctypes.sizeof(Segment)
 
 
-def set_segment(arguments: Attend, name: str, key: Tensor, value: Tensor, tokens: int) -> None:
-    """Sets a segment to the first tokens of keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv], dense in D."""
-    _SEGMENT.pack_into(
-        arguments,
-        getattr(Attend, name).offset,
-        key.data_ptr(),
-        value.data_ptr(),
-        *key.stride()[:3],
-        *value.stride()[:3],
-        tokens,
-    )
+def segment(key: Tensor, value: Tensor, tokens: int) -> tuple[int, ...]:
+    """The fields of a segment: the first tokens of keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv], dense in D."""
+    return key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3], tokens
+
+
+class Append(Structure):
+    """KvqAppend of native/kvq.h."""
+
+    _fields_ = [
+        *((name, Segment) for name in ("from_", "to")),
+        *((name, c_int32) for name in "batch heads key_dim value_dim item".split()),
+    ]
+
+
+APPEND = struct.Struct("=9q 9q 5i")
 
 
 class Pages(Structure):
@@ -104,6 +110,10 @@ class Library:
     def attend(self, arguments: Attend, variant: int | None = None) -> None:
         self.handle.kvq_attend(ctypes.byref(arguments), self.best if variant is None else variant)
 
+    def append(self, arguments: Append) -> None:
+        """Copies tokens to where they go on."""
+        self.handle.kvq_append(ctypes.byref(arguments))
+
     def seal(self, arguments: Pages, variant: int | None = None) -> None:
         """Writes states into records."""
         self.handle.kvq_seal(ctypes.byref(arguments), self.best if variant is None else variant)
@@ -130,7 +140,7 @@ def load() -> Library | Missing:
         return Missing(f"there is no {path.name}: {reason}")
     try:
         handle = ctypes.CDLL(str(path))
-        structures = (Attend, Part, Segment, Pages)
+        structures = (Attend, Part, Segment, Pages, Append)
         found = [handle.kvq_abi(i) for i in range(1 + len(structures))]
     except (OSError, AttributeError) as error:
         return Missing(f"{path.name} cannot be loaded: {error}")
@@ -143,4 +153,5 @@ def load() -> Library | Missing:
     for name, structure in (("kvq_attend", Attend), ("kvq_seal", Pages), ("kvq_restore", Pages)):
         function = getattr(handle, name)
         function.argtypes, function.restype = [POINTER(structure), c_int32], None
+    handle.kvq_append.argtypes, handle.kvq_append.restype = [POINTER(Append)], None
     return Library(handle, tuple(handle.kvq_variants().decode().rstrip(",").split(",")), best)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import addressof, c_float
 from typing import TYPE_CHECKING
 
@@ -28,10 +29,38 @@ def can_restore(dtype: torch.dtype) -> bool:
     return dtype in library.DTYPES and isinstance(library.load(), library.Library) and not is_switched_off()
 
 
+def can_append(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
+    return states[0].is_cpu and buffers[0].is_cpu and isinstance(library.load(), library.Library)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, or a copy of it, with a dense last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def append(states: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> None:
+    """Copies keys and values [B, H, t, D] into buffers [B, H, T, D] of their type, from token `first` on."""
+    (key, value), (keys, values) = map(dense, states), buffers
+    batch, heads, tokens, key_dim = key.shape
+    arguments = library.Append()
+    library.APPEND.pack_into(
+        arguments,
+        0,
+        *library.segment(key, value, tokens),
+        *library.segment(keys, values, first),
+        batch,
+        heads,
+        key_dim,
+        value.shape[-1],
+        key.element_size(),
+    )
+    _loaded().append(arguments)
+
+
 def seal(states: Tensor, records: Tensor, part: PartLayout, codec: StateCodec, variant: int | None = None) -> None:
     """Writes states [pages, H, page_size, D] into their part of records uint8 [pages, page_bytes]."""
-    dense = states if states.stride(-1) == 1 else states.contiguous()
-    arguments = _arguments(dense, records, part, codec)
+    states = dense(states)  # kept until the call is over
+    arguments = _arguments(states, records, part, codec)
     factors = shrink_factors(codec.fmt) if codec.fmt.clip else []
     array = (c_float * len(factors))(*factors)
     arguments.shrink, arguments.num_shrinks = addressof(array), len(factors)

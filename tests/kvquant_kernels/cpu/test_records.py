@@ -10,7 +10,7 @@ import torch
 
 from kvquant.codec import StateCodec
 from kvquant.formats import FORMATS, INT2_PER_CHANNEL, INT2_PER_TOKEN, INT4_PER_TOKEN, Clip
-from kvquant.layout import PageLayout, PagePart, StateShape
+from kvquant.layout import PageLayout, PagePart, StateShape, append_by_torch
 from kvquant_kernels.cpu import library, records
 from kvquant_kernels.cpu.layout import CpuLayout
 
@@ -112,6 +112,26 @@ def test_what_is_left_to_torch():
     assert torch.equal(layout.seal(states, states, (other_norm,) * 2), by_torch)
     by_norm_of_four = layout.seal(states, states, (codec,) * 2)
     assert not torch.equal(by_norm_of_four, by_torch)  # the norm matters: native code would have shown
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_are_appended_as_torch_does(dtype):
+    shape = StateShape(3, 64, 64)
+    layout = CpuLayout(PagePart(INT2_PER_TOKEN, shape), PagePart(INT2_PER_TOKEN, shape._replace(head_dim=32)))
+    dense = torch.randn(2, 3, 5, 64).to(dtype), torch.randn(2, 3, 5, 32).to(dtype)
+    by_token = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in dense)
+    sparse = tuple(part.repeat_interleave(2, dim=-1)[..., ::2] for part in dense)
+    expected = buffers_like(dense)
+    append_by_torch(dense, expected, 3)
+    for states in (dense, by_token, sparse):
+        found = buffers_like(dense)
+        layout.append(states, found, 3)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def buffers_like(states):
+    """Room for four more tokens than there are, of every second head of other buffers."""
+    return [torch.zeros(2, 6, 9, part.shape[-1], dtype=part.dtype)[:, ::2] for part in states]
 
 
 def test_switched_off_torch_does_it(monkeypatch):

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 // Goes up with every change of what the fields mean or of how pages are laid out.
-#define KVQ_ABI 3
+#define KVQ_ABI 4
 
 enum KvqCode : int32_t { KVQ_INTEGER = 0, KVQ_E4M3 = 1, KVQ_E5M2 = 2 };
 enum KvqDtype : int32_t { KVQ_F32 = 0, KVQ_BF16 = 1, KVQ_F16 = 2 };
@@ -34,25 +34,38 @@ struct KvqSegment {
 // Where a row's tokens are follows from where it starts and how many pages it has: sinks, pages, tail, chunk. A row without
 // pages has no sinks either. The tail ends before column `settled`, where the chunk begins.
 struct KvqAttend {
+  // What is another with every call. Python writes it at once.
   const void* query;        // [batch, heads * n_rep, q_len, dim] of query_dtype; the last dimension is dense
   void* out;                // [batch, heads * n_rep, q_len, value dim] of query_dtype
-  const uint8_t* pool;      // [slots, page_bytes]
-  const int32_t* table;     // [batch, table_stride] slots of a row's pages
-  const int32_t* num_pages;  // [batch]
-  const int32_t* start;     // [batch] the column of a row's first token
   const float* mask;        // added to scores; null without one
   const float* sink_logits;  // [heads * n_rep]; null without them
   int64_t query_stride[3];  // batch, head, query; in elements
   int64_t mask_stride[3];   // batch, query head, query; 0 where it is broadcast
-  int64_t page_bytes;
-  int64_t table_stride;
-  int32_t batch, heads, n_rep, q_len, page_size, settled, dtype, query_dtype, num_threads;
-  int32_t exact;            // float32 arithmetic throughout, whatever the variant
-  int32_t key_rotated, value_rotated;
+  KvqSegment tail, chunk;
+  int32_t n_rep, q_len, settled, query_dtype, num_threads;
   float scale;              // of scores
   float softcap;            // 0 for none
+  // What stays the same until pages are sealed.
+  int32_t batch, heads, page_size, dtype;
+  int32_t exact;            // float32 arithmetic throughout, whatever the variant
+  int32_t key_rotated, value_rotated;
+  const uint8_t* pool;      // [slots, page_bytes]
+  const int32_t* table;     // [batch, table_stride] slots of a row's pages
+  const int32_t* num_pages;  // [batch]
+  const int32_t* start;     // [batch] the column of a row's first token
+  int64_t page_bytes;
+  int64_t table_stride;
   KvqPart key, value;
-  KvqSegment sinks, tail, chunk;
+  KvqSegment sinks;
+};
+
+// Copies tokens of keys and values to where they go on in buffers of the same type.
+struct KvqAppend {
+  KvqSegment from;  // all of its tokens
+  KvqSegment to;    // its tokens are those that are there already
+  int32_t batch, heads;
+  int32_t key_dim, value_dim;
+  int32_t item;  // bytes of one number
 };
 
 // Keys or values of whole pages, between tensors and records.

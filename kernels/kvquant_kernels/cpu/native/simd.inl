@@ -119,6 +119,23 @@ inline float sum_of(Vf x) {
   return total;
 }
 
+// The sum of each of some vectors.
+template <int COUNT>
+inline void store_sums(const Vf (&x)[COUNT], float* to) {
+#ifdef __AVX512F__
+  if constexpr (COUNT == 4) {  // four at once, pairwise
+    __m256 half[4];
+    for (int i = 0; i < 4; i++) {
+      const __m512 whole = bits_of<__m512>(x[i]);
+      half[i] = _mm256_add_ps(_mm512_castps512_ps256(whole), _mm512_extractf32x8_ps(whole, 1));
+    }
+    const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+    return _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+  }
+#endif
+  for (int i = 0; i < COUNT; i++) to[i] = sum_of(x[i]);
+}
+
 inline float max_of(Vf x) {
 #ifdef __AVX512F__
   return _mm512_reduce_max_ps(bits_of<__m512>(x));

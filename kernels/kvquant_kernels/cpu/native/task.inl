@@ -2,6 +2,7 @@
 
 constexpr int kMostRows = 16;  // query rows of one task
 constexpr int kTile = 16;      // exact tokens that are converted to float32 at once
+constexpr int kSideBySide = LANES == 16 ? 4 : 2;  // exact tokens, or registers of channels, that share loads of the others
 
 // Its state, the scratch of one block of tokens, and how exact segments are added. Pages are added by PageReader.
 struct Task {
@@ -162,29 +163,45 @@ struct Task {
     }
   }
 
+  // May also write scores of tokens that the tile has not, up to a multiple of kSideBySide: softmax() replaces them.
   template <int ROWS>
   void score_tile(int r, int first, int tokens) {
-    for (int t = 0; t < tokens; t++) {
-      Vf sum[ROWS] = {};
+    for (int t = 0; t < tokens; t += kSideBySide) {
+      Vf sums[ROWS][kSideBySide] = {};
       for (int d = 0; d < query_stride; d += LANES) {
-        const Vf x = load(tile + t * query_stride + d);
-        for (int i = 0; i < ROWS; i++) sum[i] += load(query + (r + i) * query_stride + d) * x;
+        Vf x[kSideBySide];
+        for (int j = 0; j < kSideBySide; j++) x[j] = load(tile + (t + j) * query_stride + d);
+        for (int i = 0; i < ROWS; i++) {
+          const Vf q = load(query + (r + i) * query_stride + d);
+          for (int j = 0; j < kSideBySide; j++) sums[i][j] += q * x[j];
+        }
       }
-      for (int i = 0; i < ROWS; i++) scores[(r + i) * tokens_at_most + first + t] = sum_of(sum[i]);
+      for (int i = 0; i < ROWS; i++) store_sums(sums[i], scores + (r + i) * tokens_at_most + first + t);
     }
   }
 
   template <int ROWS>
   void add_tile(int r, int first, int tokens) {
-    for (int d = 0; d < value_stride; d += LANES) {
-      Vf sum[ROWS];
-      for (int i = 0; i < ROWS; i++) sum[i] = load(plain + (r + i) * value_stride + d);
-      for (int t = 0; t < tokens; t++) {
-        const Vf x = load(tile + t * value_stride + d);
-        for (int i = 0; i < ROWS; i++) sum[i] += scores[(r + i) * tokens_at_most + first + t] * x;
+    for (int d = 0; d < value_stride; d += kSideBySide * LANES)
+      with_constant<kSideBySide>((value_stride - d) / LANES, [&](auto count) { add_channels<ROWS, count.value>(r, d, first, tokens); });
+  }
+
+  // Adds weighted values of some registers of channels, from channel d on.
+  template <int ROWS, int REGISTERS>
+  void add_channels(int r, int d, int first, int tokens) {
+    Vf sums[ROWS][REGISTERS];
+    for (int i = 0; i < ROWS; i++)
+      for (int j = 0; j < REGISTERS; j++) sums[i][j] = load(plain + (r + i) * value_stride + d + j * LANES);
+    for (int t = 0; t < tokens; t++) {
+      Vf x[REGISTERS];
+      for (int j = 0; j < REGISTERS; j++) x[j] = load(tile + t * value_stride + d + j * LANES);
+      for (int i = 0; i < ROWS; i++) {
+        const float weight = scores[(r + i) * tokens_at_most + first + t];
+        for (int j = 0; j < REGISTERS; j++) sums[i][j] += weight * x[j];
       }
-      for (int i = 0; i < ROWS; i++) store(plain + (r + i) * value_stride + d, sum[i]);
     }
+    for (int i = 0; i < ROWS; i++)
+      for (int j = 0; j < REGISTERS; j++) store(plain + (r + i) * value_stride + d + j * LANES, sums[i][j]);
   }
 
   void exact_segments() {
