@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from functools import partial
+from itertools import chain, pairwise, permutations
 
 import pytest
 import torch
@@ -93,14 +95,21 @@ def test_slow_contenders_get_fewer_rounds(monkeypatch):
     assert race.race("x", contenders, 100, 1, Effort(rounds=15, seconds=1.0))[0].rounds == race.FEWEST_ROUNDS
 
 
-def test_no_contender_always_runs_after_the_same(monkeypatch):
+@pytest.mark.parametrize("count", range(1, 15))
+def test_every_contender_comes_after_every_other_equally_often(count):
+    labels = [str(i) for i in range(count)]
+    orders = list(race.balanced_orders(labels))
+    assert all(sorted(order) == sorted(labels) for order in orders)
+    pairs = Counter(pair for order in orders for pair in pairwise(order))
+    assert pairs == dict.fromkeys(permutations(labels, 2), 1 + count % 2)
+
+
+def test_rounds_take_the_orders_in_turn():
     turns = []
     contenders = {label: Contender(partial(turns.append, label), 0) for label in "abcd"}
-    race.race("x", contenders, 100, 1, Effort(rounds=20))
-    rounds = [turns[first : first + 4] for first in range(0, len(turns), 4)]
-    assert all(sorted(order) == list("abcd") for order in rounds)
-    before_a = {turns[i - 1] for i, label in enumerate(turns) if i and label == "a"}
-    assert before_a >= set("bcd")
+    race.race("x", contenders, 100, 1, Effort(rounds=9))
+    orders = list(race.balanced_orders("abcd"))
+    assert turns == [*"abcd", *chain.from_iterable([*orders, *orders, orders[0]])]
 
 
 def test_median_and_spread_of_the_middle_half():

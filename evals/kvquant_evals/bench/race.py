@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -69,16 +69,26 @@ def race(kind: str, contenders: Mapping[str, Contender], context: int, threads: 
 
 
 def _seconds_of_rounds(contenders: Mapping[str, Contender], effort: Effort) -> dict[str, list[float]]:
-    """Every round has an order of its own: a contender finds in the processor's caches what the one before has left."""
+    """Rounds differ in their order: a contender finds in the processor's caches what the one before has left there."""
     seconds: dict[str, list[float]] = {label: [] for label in contenders}
     for contender in contenders.values():
         contender.run()
-    order = random.Random(0)
-    for _ in range(effort.rounds):
-        for label in order.sample(list(contenders), len(contenders)):
+    for order in islice(cycle(balanced_orders(list(contenders))), effort.rounds):
+        for label in order:
             if len(seconds[label]) < FEWEST_ROUNDS or sum(seconds[label]) < effort.seconds:
                 seconds[label].append(_seconds(contenders[label].run))
     return seconds
+
+
+def balanced_orders(labels: Sequence[str]) -> Iterator[list[str]]:
+    """Orders in which each label comes right after each other one equally often (Williams, 1949)."""
+    count = len(labels)
+    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ..
+    for first in range(count):
+        order = [labels[(first + step) % count] for step in zigzag]
+        yield order
+        if count % 2:
+            yield order[::-1]
 
 
 def timing(kind: str, label: str, context: int, threads: int, seconds: list[float], cache_bytes: int = 0) -> Timing:
