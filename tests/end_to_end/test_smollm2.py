@@ -10,6 +10,7 @@ from pathlib import Path
 import evaluation
 import pytest
 import torch
+from native import has_library
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvquant import QuantCache
@@ -162,4 +163,5 @@ def test_resident_memory_is_what_the_packed_cache_needs():
     # loads and its allocator keeps, some 8 MB for either cache.
     assert unpacked <= full.held <= unpacked + 12e6
     assert packed.held <= 0.40 * unpacked + 12e6
-    assert packed.peak <= 0.65 * full.peak
+    # Plain PyTorch also searches ranges and rounds in float32, for some pages at a time.
+    assert packed.peak <= (0.65 if has_library else 0.8) * full.peak
