@@ -86,17 +86,14 @@ def is_switched_off() -> bool:
 
 def available(device_type: str) -> tuple[AttentionKernel, ...]:
     """The kernels to try on a device, none if the environment says KVQUANT_KERNELS=off."""
-    return () if is_switched_off() else tuple(filter(_is_present, _made_for(discover(), device_type)))
+    return () if is_switched_off() else tuple(kernel for kernel in discover() if _is_usable(kernel, device_type))
 
 
-@cache
-def _made_for(kernels: tuple[AttentionKernel, ...], device_type: str) -> tuple[AttentionKernel, ...]:
-    return tuple(kernel for kernel in kernels if kernel.device_type == device_type)
-
-
-def _is_present(kernel: AttentionKernel) -> bool:
+def _is_usable(kernel: AttentionKernel, device_type: str) -> bool:
+    if kernel.device_type != device_type:
+        return False
     reason = kernel.missing()
-    if reason is not None:
+    if reason is not None and not is_switched_off():
         log_once(f"{kernel.name} is not used, slower plain PyTorch is: {reason}")
     return reason is None
 
@@ -117,8 +114,9 @@ def choose(states: Snapshot, call: AttentionCall) -> AttentionKernel | None:
 
     Whether kernels are switched off was asked when the pages were laid out, and is not asked again at every step.
     """
-    for kernel in _made_for(discover(), states.chunk.key.device.type):
-        if not _is_present(kernel):
+    device_type = states.chunk.key.device.type
+    for kernel in discover():
+        if not _is_usable(kernel, device_type):
             continue
         reason = kernel.unsupported(states, call)
         if reason is None:

@@ -156,6 +156,17 @@ def test_gradients_reach_whatever_asks_for_one(needs):
     torch.testing.assert_close(got, wanted.grad, rtol=1e-4, atol=1e-5)  # float32 against float64
 
 
+@pytest.mark.parametrize("tokens", [10, 300], ids=["no page yet", "pages"])
+def test_gradients_end_where_a_chunk_becomes_the_tail(tokens):
+    states = LayerStates(QuantConfig.preset(4), *torch.randn(2, 1, 2, 1, 64))
+    for count in (tokens, 1, 200):
+        states.append(*torch.randn(2, 1, 2, count, 64).requires_grad_())
+        states.settle()
+        held = states.snapshot()
+        assert not any(part.requires_grad for part in (*held.tail_buffers, *(held.sinks or ())))
+    assert held.rows.have_pages
+
+
 def test_float64_queries_and_masks():
     snapshot = states_for(config_for())
     call = AttentionCall(torch.randn(2, 4, 1, 16).double(), torch.randn(2, 1, 1, 203).double())

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from families import tiny_model
+from native import needs_library
 
 from kvquant import AttentionCall, QuantCache, attend, kernel
 from kvquant.config import QuantConfig
@@ -15,9 +16,6 @@ from kvquant.layout import PlainLayout
 from kvquant.states import LayerStates
 from kvquant_kernels.cpu import library
 from kvquant_kernels.cpu.layout import CpuLayout
-
-has_library = isinstance(library.load(), library.Library)
-needs_library = pytest.mark.skipif(not has_library, reason="the native library is not built")
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +55,11 @@ def test_pages_are_read_by_the_kernel_that_they_were_laid_out_for(monkeypatch):
     assert kernel.choose(snapshot, call).name == "cpu attention"
 
 
-def test_switched_off_pages_of_another_layout_are_no_news(monkeypatch, caplog):
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_switched_off_nothing_is_said(monkeypatch, caplog, is_missing):
     monkeypatch.setenv("KVQUANT_KERNELS", "off")
+    if is_missing:
+        monkeypatch.setattr(library, "load", lambda: library.Missing("it was not built"))
     with caplog.at_level(logging.WARNING, "kvquant"):
         assert kernel.choose(filled(QuantConfig.preset(4)), AttentionCall(torch.randn(1, 4, 1, 64))) is None
     assert caplog.messages == []

@@ -43,10 +43,9 @@ def test_memory_that_is_not_used_any_more_is_given_back():
     assert resident() - before < 5 * records.numel()  # not 50 times
 
 
-on_linux = pytest.mark.skipif(pages._HUGE_PAGES is None, reason="huge pages are asked for on Linux only")
-
-
-@on_linux
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages to ask for"
+)
 def test_large_pools_are_private_memory_for_which_huge_pages_are_asked():
     """Linux makes huge pages of shared memory only where it has been told to, and forks would write to the same."""
     records = pages._empty_records(4000, 4096, torch.device("cpu"))
@@ -65,7 +64,7 @@ def _mapping_of(address):
     raise AssertionError(f"{address:x} is not mapped")
 
 
-@on_linux
+@pytest.mark.skipif(pages._HUGE_PAGES is None, reason="huge pages are asked for on Linux only")
 def test_a_system_that_refuses_huge_pages_gives_others():
     records = pages._on_huge_pages(16 << 20, advice=1 << 20)  # no such advice: EINVAL
     records[-1] = 7

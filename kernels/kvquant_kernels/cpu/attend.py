@@ -144,7 +144,7 @@ def _additive(mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What a mask adds to scores, float32 and dense in its last dimension, and its strides: 0 where it is broadcast."""
     mask = mask[(None,) * (4 - mask.dim())]
     if mask.dtype == torch.bool:
-        added = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        added = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
     else:
         # In float32 at least, which holds the bound; finite also after the change to base 2.
         wide = mask.to(torch.promote_types(mask.dtype, torch.float32))

@@ -141,10 +141,12 @@ def load() -> Library | Missing:
     try:
         handle = ctypes.CDLL(str(path))
         structures = (Attend, Part, Segment, Pages, Append)
-        found = [handle.kvq_abi(i) for i in range(1 + len(structures))]
+        is_ours = handle.kvq_abi(0) == ABI and all(
+            handle.kvq_abi(1 + i) == ctypes.sizeof(structure) for i, structure in enumerate(structures)
+        )
     except (OSError, AttributeError) as error:
         return Missing(f"{path.name} cannot be loaded: {error}")
-    if found != [ABI, *(ctypes.sizeof(structure) for structure in structures)]:
+    if not is_ours:
         return Missing(f"{path.name} belongs to another version of kvquant; install it again")
     best = handle.kvq_best_variant()
     if best < 0:

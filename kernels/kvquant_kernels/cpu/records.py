@@ -34,8 +34,8 @@ def can_append(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
 
 
 def dense(x: Tensor) -> Tensor:
-    """x, or a copy of it, with a dense last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """x, or a copy of it, with a dense last dimension and an address: lazy tensors and others' kinds have none."""
+    return x if type(x) is Tensor and x.stride(-1) == 1 else x.contiguous()
 
 
 def append(states: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> None:
@@ -54,17 +54,19 @@ def append(states: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> N
         value.shape[-1],
         key.element_size(),
     )
+    arguments.kept = key, value
     _loaded().append(arguments)
 
 
 def seal(states: Tensor, records: Tensor, part: PartLayout, codec: StateCodec, variant: int | None = None) -> None:
     """Writes states [pages, H, page_size, D] into their part of records uint8 [pages, page_bytes]."""
-    states = dense(states)  # kept until the call is over
+    states = dense(states)
     arguments = _arguments(states, records, part, codec)
     factors = shrink_factors(codec.fmt) if codec.fmt.clip else []
     array = (c_float * len(factors))(*factors)
     arguments.shrink, arguments.num_shrinks = addressof(array), len(factors)
     arguments.norm = int(codec.fmt.clip.norm) if codec.fmt.clip else 0
+    arguments.kept = states, array  # until the call is over, also where torch.compile drops names that it need not keep
     _loaded().seal(arguments, variant)
 
 

@@ -16,7 +16,7 @@ from conformance import definition, left_padding_mask, states_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvquant import AttentionCall, QuantConfig, formats
+from kvquant import AttentionCall, QuantCache, QuantConfig, formats
 from kvquant.states import LayerStates
 from kvquant.testing import relative_errors
 from kvquant_kernels.cpu import library
@@ -234,6 +234,36 @@ def test_masks_of_float16():
     snapshot = states_for(config_for(), (2, 2, 333, 64))
     query = torch.randn(2, 8, 1, 64)
     assert_every_variant(snapshot, AttentionCall(query, mask.half()), definition(snapshot, AttentionCall(query, mask)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_bool_masks_where_tensors_are_not_float32_by_default(dtype):
+    snapshot = states_for(config_for(), (2, 2, 333, 64))
+    call = AttentionCall(torch.randn(2, 8, 1, 64), torch.rand(2, 1, 1, 333) < 0.5)
+    expected = KERNEL.run(snapshot, call)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(KERNEL.run(snapshot, call), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_what_another_cache_returns_is_appended_and_read():
+    """Lazy tensors have strides, but no address."""
+    states, query = torch.randn(2, 1, 2, 310, 64), torch.randn(1, 4, 1, 64)
+    other = QuantCache(bits=4)
+    other.update(*states[..., 300:, :], 0)
+    tails, outs = [], []
+    for new in (states[..., 300:, :], (other.layers[0].keys, other.layers[0].values)):
+        cache = QuantCache(bits=4)
+        cache.update(*states[..., :300, :], 0)
+        cache.update(*new, 0)
+        held = cache.layers[0].states
+        outs.append(KERNEL.run(held.snapshot(), AttentionCall(query)))
+        held.settle()
+        tails.append(held.snapshot().tail)
+    assert torch.equal(*outs)
+    assert all(torch.equal(*pair) for pair in zip(*tails, strict=True))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
