@@ -134,7 +134,7 @@ def parse_bits(text: str) -> Bits | tuple[Bits, Bits]:
     parts = tuple(int(part) if part.isascii() and part.isdigit() else part for part in map(str.strip, text.split(",")))
     bits = parts[0] if len(parts) == 1 else parts
     QuantConfig.preset(bits)  # type: ignore[arg-type]  # rejects what is not a known width or pair
-    return bits  # type: ignore[return-value]
+    return bits  # type: ignore[return-value]  # which it is now
 
 
 def _preset(bits: Any, given: Any) -> tuple[QuantFormat, QuantFormat]:

@@ -117,7 +117,7 @@ def _empty_records(capacity: int, page_bytes: int, device: torch.device) -> Tens
         return torch.empty(capacity, page_bytes, dtype=torch.uint8, device=device)
 
 
-# Decoding reads a whole pool for each token: with pages of 4 KiB, 5 % of the time went into looking up their addresses.
+# Decoding reads a whole pool for each token. With pages of 4 KiB, looking up their addresses takes some of the time.
 # Smaller pools are left alone, since the last huge page of each is resident as a whole.
 _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
 _LEAST_HUGE = 8 << 20

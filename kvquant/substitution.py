@@ -75,7 +75,7 @@ class _Patch:
             if self._users == 0:
                 self._original = DynamicCache.__init__
                 self._replacement = _substituting(self._original)
-                DynamicCache.__init__ = self._replacement  # type: ignore[method-assign]
+                DynamicCache.__init__ = self._replacement  # type: ignore[method-assign]  # on purpose
             self._users += 1
 
     def release(self) -> None:
@@ -83,7 +83,7 @@ class _Patch:
             self._users -= 1
             # Someone else's patch on top of ours stays; what it calls does nothing outside a substitution.
             if self._users == 0 and DynamicCache.__init__ is self._replacement:
-                DynamicCache.__init__ = self._original  # type: ignore[method-assign]
+                DynamicCache.__init__ = self._original  # type: ignore[method-assign]  # on purpose
 
 
 _patch = _Patch()

@@ -187,6 +187,6 @@ class KvquantLM(CachedLM):
 def register() -> None:
     """Makes `kvquant` a model of lm-eval in this process."""
     # lm-eval adds its own only to an empty registry, or when this is imported.
-    import lm_eval.models  # noqa: F401
+    import lm_eval.models  # noqa: F401  # for what it registers
 
     register_model(NAME)(KvquantLM)

@@ -63,7 +63,7 @@ class SimulatedLayer(DynamicLayer):
     is_croppable = False
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers gives it no types
         self.plan = plan
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -41,7 +41,7 @@ class TensorMeter(TorchDispatchMode):
     source = "tensors"
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers gives it no types
         self._held = self._peak = 0
         self._alive: set[int] = set()
 

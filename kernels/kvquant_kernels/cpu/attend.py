@@ -73,15 +73,13 @@ class _Standing(NamedTuple):
     sinks: KV | None
     records: ReferenceType[Tensor]  # of the pool, which may grow into others
     structure: library.Attend
-    num_heads: int
 
     @staticmethod
     def of(states: Snapshot, records: Tensor) -> _Standing:
         held = states.rows.derived.get(_Standing)
         if isinstance(held, _Standing) and held.fits(states, records):
             return held
-        structure = _standing_structure(states, records)
-        new = _Standing(states.config, states.sinks, ref(records), structure, structure.heads)
+        new = _Standing(states.config, states.sinks, ref(records), _standing_structure(states, records))
         states.rows.derived[_Standing] = new
         return new
 
@@ -115,8 +113,7 @@ class _Arguments:
         self.out = query.new_empty(batch, num_heads, q_len, chunk.value.shape[-1])
         mask, mask_strides = (None, (0, 0, 0)) if call.mask is None else _additive(call.mask)
         logits = None if call.sink_logits is None else call.sink_logits.to(torch.float32).contiguous()
-        standing = _Standing.of(states, records)
-        self.structure = library.Attend.from_buffer_copy(standing.structure)
+        self.structure = library.Attend.from_buffer_copy(_Standing.of(states, records).structure)
         library.CALL.pack_into(
             self.structure,
             0,
@@ -128,7 +125,7 @@ class _Arguments:
             *mask_strides,
             *library.segment(*states.tail_buffers, states.tail_length),
             *library.segment(*chunk, chunk.num_tokens),
-            num_heads // standing.num_heads,
+            num_heads // self.structure.heads,
             q_len,
             states.settled,
             library.DTYPES[query.dtype],
