@@ -69,12 +69,10 @@ void KVQ_NAME(kvq_attend_)(const KvqAttend& a) {
     const int64_t block = head % row_blocks, h = head / row_blocks % a.heads, b = head / row_blocks / a.heads;
     const int first = int(block) * kMostRows;
     PageReader task(a, b, h, first, std::min(kMostRows, rows - first));
-    if (split == 0) {
-      task.add_sink_logits();
-      task.exact_segments();
-    }
     const int64_t pages = a.num_pages[b];
-    task.pages(int(pages * split / splits), int(pages * (split + 1) / splits));
+    if (split == 0) task.add_sink_logits();
+    task.pages(int(pages * split / splits), int(pages * (split + 1) / splits), split == 0);
+    if (split == 0) task.exact_segments();
     task.write(partial.data() + i * block_size);
   }
 #pragma omp parallel for num_threads(a.num_threads)

@@ -4,7 +4,7 @@ constexpr int kMostGroups = 64;  // groups of channels that vnni.inl takes
 
 struct PageReader : Task {
   const uint8_t *key = nullptr, *value = nullptr;  // of the current page
-  int64_t ahead = 0;  // bytes from the current page to the next: loops fetch there what they read here
+  int64_t key_ahead = 0, value_ahead = 0;  // bytes from them to those that are read next: loops fetch there what they read here
   bool integer_keys = false, integer_values = false;  // whether products are those of vnni.inl
   std::vector<uint8_t> bytes;                         // what vnni.inl rounds queries and weights to
 
@@ -18,7 +18,7 @@ struct PageReader : Task {
 #endif
   }
 
-  void load_scales(const KvqPart& part, const uint8_t* record) {
+  void load_scales(const KvqPart& part, const uint8_t* record, int64_t ahead) {
     const int n = part.per_channel ? part.dim : part.dim / part.group * a.page_size;
     for (const uint8_t* p = record + part.scales; p < record + part.head_stride; p += 64) prefetch(p + ahead);
     const int room = int(align16(n));
@@ -36,7 +36,7 @@ struct PageReader : Task {
 
   template <int CODE, int BITS>
   void key_scores(const uint8_t* record) {
-    load_scales(a.key, record);
+    load_scales(a.key, record, key_ahead);
 #if KVQ_VNNI
     if constexpr (CODE == KVQ_INTEGER)
       if (integer_keys) return integer_key_scores<BITS>(record);
@@ -77,7 +77,7 @@ struct PageReader : Task {
     for (int t = 0; t < a.page_size; t += kTokens, record += words)
       for (int r = 0; r < rows; r += kGroupOfRows)
         with_constant<kGroupOfRows>(rows - r, [&](auto count) {
-          key_products<CODE, BITS, count.value>(record, q + r * query_stride, query_stride, first, last, block, kTokens, r ? 0 : ahead);
+          key_products<CODE, BITS, count.value>(record, q + r * query_stride, query_stride, first, last, block, kTokens, r ? 0 : key_ahead);
           for (int i = 0; i < count.value; i++) {
             float* s = scores + (r + i) * tokens_at_most + t;
             const float* product = block + i * kTokens;
@@ -88,7 +88,7 @@ struct PageReader : Task {
 
   template <int CODE, int BITS>
   void add_values(const uint8_t* record) {
-    load_scales(a.value, record);
+    load_scales(a.value, record, value_ahead);
 #if KVQ_VNNI
     if constexpr (CODE == KVQ_INTEGER)
       if (integer_values) return add_integer_values<BITS>(record);
@@ -102,7 +102,7 @@ struct PageReader : Task {
             value_products<CODE, BITS, count.value>(
                 column(record, g, w) + 4 * (w % kWordLanes), column_width(w), a.page_size,
                 weights + (int64_t(g) * rows + r) * tokens_at_most, tokens_at_most, page + r * value_stride + g * value_group + w,
-                value_stride, words_per_group, std::min(LANES, words_per_group - w), r ? 0 : ahead);
+                value_stride, words_per_group, std::min(LANES, words_per_group - w), r ? 0 : value_ahead);
           });
     add_page();
   }
@@ -150,8 +150,7 @@ struct PageReader : Task {
   int64_t late_rows(const KvqPart& part, int n) const { return std::min<int64_t>(rows, part.scales / 4 / (n * kBytesPerNumber)); }
   int64_t first_late(const KvqPart& part, int n) const { return part.scales - late_rows(part, n) * n * kBytesPerNumber; }
   Lines late_lines(const uint8_t* record, const KvqPart& part, int n, int r) const {
-    if (r >= late_rows(part, n)) return {record, 0};
-    return {record + first_late(part, n) + r * n * kBytesPerNumber, kBytesPerNumber / 2};
+    return {record + first_late(part, n) + r * n * kBytesPerNumber, int(late_rows(part, n)) - r};
   }
 
   // Calls f with numbers of consecutive blocks, MOST as long as there are so many, and the first of them.
@@ -166,22 +165,22 @@ struct PageReader : Task {
   template <int BITS>
   void integer_key_scores(const uint8_t* record) {
     constexpr int kTokens = kWordLanes * 8 / BITS;
-    RoundedQuery q[kMostRows];
+    Rounded q[kMostRows];
     for (int r = 0; r < rows; r++) {
       q[r].high = bytes.data() + 2 * r * query_stride;
       q[r].low = q[r].high + query_stride;
-      const Rounded rounded = fold_and_round<true>(rotated_query + r * query_stride, scales, zeros, a.key.middle, a.key.dim, q[r].high, q[r].low,
-                                                   late_lines(value, a.value, a.key.dim, r));
-      q[r].step = rounded.step;
-      q[r].offset = rounded.offset;
     }
+    in_groups([&](auto count, int r) {
+      const Lines lines = late_lines(value, a.value, a.key.dim, r);
+      fold_and_round<true, count.value>({rotated_query + r * query_stride, query_stride, scales, zeros, a.key.dim, lines}, a.key.middle, q + r);
+    });
     for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
       with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
         in_blocks<kBlocksAtOnce<BITS, count.value>>(a.page_size / kTokens, [&](auto blocks, int block) {
           const int64_t at = int64_t(block) * kWordLanes * a.key.dim;
           const bool fetch = r == 0 && at < first_late(a.key, a.page_size);
           vnni_key_products<BITS, blocks.value, count.value>(record + at, q + r, a.key.dim, scores + r * tokens_at_most + block * kTokens,
-                                                             tokens_at_most, fetch ? ahead : 0);
+                                                             tokens_at_most, fetch ? key_ahead : 0);
         });
       });
   }
@@ -201,7 +200,7 @@ struct PageReader : Task {
             const bool fetch = r == 0 && words - record < first_late(a.value, a.key.dim);
             vnni_value_products<BITS, columns.value, count.value>(words, column_width(w), a.page_size, p,
                                                                   packed + r * value_stride + g * value_group + w, value_stride,
-                                                                  words_per_group, fetch ? ahead : 0);
+                                                                  words_per_group, fetch ? value_ahead : 0);
           };
           in_blocks<kBlocksAtOnce<BITS, count.value>>(words_per_group / kWordLanes, [&](auto columns, int k) { products(columns, k * kWordLanes); });
           if (words_per_group % kWordLanes) products(Int<1>(), words_per_group / kWordLanes * kWordLanes);
@@ -213,28 +212,48 @@ struct PageReader : Task {
   void round_page_weights(float* step, uint8_t* high, uint8_t* low) {
     const float middle = a.value.middle - (BITS == 8 ? 128.f : 0.f);
     for (int g = 0; g < groups; g++)
-      for (int r = 0; r < rows; r++) {
-        const int64_t at = int64_t(g) * rows + r, bytes_at = at * tokens_at_most;
-        const Rounded rounded = fold_and_round<false>(scores + r * tokens_at_most, scales + g * a.page_size, zeros + g * a.page_size,
-                                                      middle, a.page_size, high + bytes_at, low + bytes_at,
-                                                      late_lines(key + ahead, a.key, a.page_size, g ? rows : r));
-        step[at] = rounded.step;
-        bias[r * groups + g] = rounded.offset;
-      }
+      in_groups([&](auto count, int r) {
+        Rounded p[count.value];
+        for (int i = 0; i < count.value; i++) {
+          const int64_t at = (int64_t(g) * rows + r + i) * tokens_at_most;
+          p[i].high = high + at;
+          p[i].low = low + at;
+        }
+        const Lines lines = late_lines(key + key_ahead, a.key, a.page_size, g ? rows : r);
+        fold_and_round<false, count.value>(
+            {scores + r * tokens_at_most, tokens_at_most, scales + g * a.page_size, zeros + g * a.page_size, a.page_size, lines}, middle, p);
+        for (int i = 0; i < count.value; i++) {
+          step[int64_t(g) * rows + r + i] = p[i].step;
+          bias[(r + i) * groups + g] = p[i].offset;
+        }
+      });
   }
 #endif
 
-  void pages(int first, int last) {
+  // Pages first..last-1, and on the way fetches what is read after them: the tail, if it is, or the next head's first page.
+  void pages(int first, int last, bool then_tail) {
     const int64_t column = a.start[b] + a.sinks.tokens;
     for (int p = first; p < last; p++) {
-      const uint8_t* record = a.pool + a.page_bytes * a.table[b * a.table_stride + p];
-      key = record + a.key.first + h * a.key.head_stride, value = record + a.value.first + h * a.value.head_stride;
-      ahead = p + 1 < last ? a.page_bytes * (a.table[b * a.table_stride + p + 1] - int64_t(a.table[b * a.table_stride + p])) : 0;
+      go_to(p, last);
+      if (then_tail) fetch_tail(p - first, last - first);
       by_format(a.key, [&](auto code, auto bits) { key_scores<code.value, bits.value>(key); });
       if (softmax(a.page_size, column + int64_t(p) * a.page_size))
         by_format(a.value, [&](auto code, auto bits) { add_values<code.value, bits.value>(value); });
     }
   }
+
+  // Where this head's part of page p is, and where what is read next: its part of the next page, or of the first page that of
+  // the next head.
+  void go_to(int p, int last) {
+    const bool ends_head = p + 1 == a.num_pages[b] && h + 1 < a.heads;
+    const uint8_t *record = record_of(p), *next = record_of(ends_head ? 0 : std::min(p + 1, last - 1));
+    key = record + a.key.first + h * a.key.head_stride;
+    value = record + a.value.first + h * a.value.head_stride;
+    key_ahead = next - record + ends_head * a.key.head_stride;
+    value_ahead = next - record + ends_head * a.value.head_stride;
+  }
+
+  const uint8_t* record_of(int p) const { return a.pool + a.page_bytes * a.table[b * a.table_stride + p]; }
 
   template <class F>
   static void by_format(const KvqPart& part, F f) {

@@ -15,8 +15,12 @@ inline int64_t align16(int64_t n) { return (n + 15) & ~int64_t(15); }
 inline Vf load(const float* p) { return *(const Vf*)p; }
 inline void store(float* p, Vf x) { *(Vf*)p = x; }
 inline Vi load_words(const uint8_t* p) { return *(const Vi*)p; }
+// For functions that do nothing but fetch: GCC takes them to have no effect, and drops calls that it has not inlined before.
+#define KVQ_INLINE inline __attribute__((always_inline))
+
 // Into the first-level cache, although it is small: on Zen 5 this is faster than into the second.
-inline void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 3); }
+KVQ_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 3); }
+KVQ_INLINE void prefetch_for_later(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
 
 inline Vf to_float(Vi x) { return __builtin_convertvector(x, Vf); }
 template <class To, class From>
@@ -89,20 +93,31 @@ inline void store_row(int dtype, const float* from, int n, void* to, int64_t at)
   }
 }
 
+// 2 ** x for x in -0.5..0.5.
+inline Vf exp2_of_fraction(Vf x) {
+  Vf p = x * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  p = p * x + 9.618437357674640e-3f;
+  p = p * x + 5.550332471162809e-2f;
+  p = p * x + 2.402264791363012e-1f;
+  p = p * x + 6.931472028550421e-1f;
+  return p * x + 1.0f;
+}
+
 // 2 ** x with x <= 0 up to rounding; exactly 0 below -126, NaN for NaN.
 inline Vf exp2_nonpositive(Vf x) {
+#ifdef __AVX512F__
+  const __m512 exact = bits_of<__m512>(x), whole = _mm512_roundscale_ps(exact, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vf p = exp2_of_fraction(x - bits_of<Vf>(whole));
+  // Of -inf, whose fraction is NaN, as well: not below -126 is also what NaN is.
+  const __mmask16 counts = _mm512_cmp_ps_mask(exact, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);
+  return bits_of<Vf>(_mm512_maskz_scalef_ps(counts, bits_of<__m512>(p), whole));
+#else
   const Vf zero = {}, least = zero - 126.f;
   const Vf clamped = x < least ? least : x;
   const Vf shifted = clamped + 12582912.f;  // 1.5 * 2^23: the low mantissa bits now hold the rounded integer
   const Vi n = bits_of<Vi>(shifted) - 0x4b400000;
-  const Vf f = clamped - (shifted - 12582912.f);
-  Vf p = f * 1.535336188319500e-4f + 1.339887440266574e-3f;
-  p = p * f + 9.618437357674640e-3f;
-  p = p * f + 5.550332471162809e-2f;
-  p = p * f + 2.402264791363012e-1f;
-  p = p * f + 6.931472028550421e-1f;
-  p = p * f + 1.0f;
-  return x < least ? zero : p * bits_of<Vf>((n + 127) << 23);
+  return x < least ? zero : exp2_of_fraction(clamped - (shifted - 12582912.f)) * bits_of<Vf>((n + 127) << 23);
+#endif
 }
 
 inline float exp2_nonpositive(float x) {

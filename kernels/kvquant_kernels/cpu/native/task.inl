@@ -2,6 +2,7 @@
 
 constexpr int kMostRows = 16;  // query rows of one task
 constexpr int kTile = 16;      // exact tokens that are converted to float32 at once
+constexpr int kTokensAhead = 256;  // exact tokens that are fetched while pages are read, all of the usual ones
 constexpr int kSideBySide = LANES == 16 ? 4 : 2;  // exact tokens, or registers of channels, that share loads of the others
 
 // Its state, the scratch of one block of tokens, and how exact segments are added. Pages are added by PageReader.
@@ -75,52 +76,54 @@ struct Task {
     }
   }
 
-  // Softcap and mask, then weights relative to the running maximum: scores become weights. Returns false if every score
-  // of every row is -inf, so that there is nothing to add.
+  // Softcap and mask, then weights relative to the running maximum: scores become weights. Returns false if no score of any
+  // row is above -inf, so that there is nothing to add; a row with NaN has it in its sum.
   bool softmax(int tokens, int64_t column) {
     bool any = false;
-    for (int r = 0; r < rows; r++) {
-      float* s = scores + r * tokens_at_most;
-      if (a.softcap > 0.f) {
-        const float cap = a.softcap * kLog2e;
-        for (int t = 0; t < tokens; t++) s[t] = cap * std::tanh(s[t] / cap);
-      }
-      if (a.mask) {
-        const float* m = a.mask + b * a.mask_stride[0] + head_of(r) * a.mask_stride[1] + token_of(r) * a.mask_stride[2] + column;
-        for (int t = 0; t < tokens; t++) s[t] = m[t] == kMinusInf ? kMinusInf : s[t] + m[t] * kLog2e;
-      }
-      const int padded = int(align16(tokens));
-      std::fill(s + tokens, s + padded, kMinusInf);
-      const float top = std::max(max[r], largest(s, padded));
-      if (top == kMinusInf && !has_nan(s, padded)) {
-        std::fill_n(s, padded, 0.f);
-        continue;
-      }
-      any = true;
-      rescale(r, top);
-      Vf total = {};
-      for (int t = 0; t < padded; t += LANES) {
-        const Vf weight = exp2_nonpositive(load(s + t) - max[r]);
-        store(s + t, weight);
-        total += weight;
-      }
-      sum[r] += sum_of(total);
-    }
+    for (int r = 0; r < rows; r++) adjust(r, tokens, column);
+    in_groups([&](auto count, int r) { any |= to_weights<count.value>(r, int(align16(tokens))); });
     return any;
   }
 
-  // The largest of n numbers, n a multiple of 16, NaN left aside.
-  static float largest(const float* x, int n) {
-    const Vf zero = {};
-    Vf top = zero + kMinusInf;
-    for (int t = 0; t < n; t += LANES) top = load(x + t) > top ? load(x + t) : top;
-    return max_of(top);
+  void adjust(int r, int tokens, int64_t column) {
+    float* s = scores + r * tokens_at_most;
+    if (a.softcap > 0.f) {
+      const float cap = a.softcap * kLog2e;
+      for (int t = 0; t < tokens; t++) s[t] = cap * std::tanh(s[t] / cap);
+    }
+    if (a.mask) {
+      const float* m = a.mask + b * a.mask_stride[0] + head_of(r) * a.mask_stride[1] + token_of(r) * a.mask_stride[2] + column;
+      for (int t = 0; t < tokens; t++) s[t] = m[t] == kMinusInf ? kMinusInf : s[t] + m[t] * kLog2e;
+    }
+    std::fill(s + tokens, s + align16(tokens), kMinusInf);
   }
 
-  static bool has_nan(const float* x, int n) {
-    bool found = false;
-    for (int t = 0; t < n; t++) found |= x[t] != x[t];
-    return found;
+  // Of n scores of rows r..r+ROWS-1, n a multiple of 16. Maxima leave NaN aside.
+  template <int ROWS>
+  bool to_weights(int r, int n) {
+    float* s = scores + r * tokens_at_most;
+    Vf tops[ROWS], totals[ROWS] = {};
+    for (Vf& top : tops) top = totals[0] + kMinusInf;
+    for (int t = 0; t < n; t += LANES)
+      for (int i = 0; i < ROWS; i++) {
+        const Vf x = load(s + i * tokens_at_most + t);
+        tops[i] = x > tops[i] ? x : tops[i];
+      }
+    float base[ROWS];
+    bool any = false;
+    for (int i = 0; i < ROWS; i++) {
+      rescale(r + i, std::max(max[r + i], max_of(tops[i])));
+      any |= max[r + i] > kMinusInf;
+      base[i] = std::max(max[r + i], std::numeric_limits<float>::lowest());  // so that scores of -inf have weight 0
+    }
+    for (int t = 0; t < n; t += LANES)
+      for (int i = 0; i < ROWS; i++) {
+        const Vf weight = exp2_nonpositive(load(s + i * tokens_at_most + t) - base[i]);
+        store(s + i * tokens_at_most + t, weight);
+        totals[i] += weight;
+      }
+    for (int i = 0; i < ROWS; i++) sum[r + i] += sum_of(totals[i]);
+    return any;
   }
 
   void rescale(int r, float top) {
@@ -132,12 +135,14 @@ struct Task {
     for (int d = 0; d < a.value.dim; d++) packed[r * value_stride + d] *= keep;
   }
 
+  // The number at which a token of this head begins in a segment.
+  int64_t place(const int64_t* stride, int64_t token) const { return b * stride[0] + h * stride[1] + token * stride[2]; }
+
   // Adds `count` tokens of a segment from `first` on, the first of which is at `column`.
   void exact(const KvqSegment& s, int64_t first, int64_t count, int64_t column) {
     for (int64_t done = 0; done < count; done += tokens_at_most) {
       const int tokens = int(std::min<int64_t>(tokens_at_most, count - done));
-      const int64_t key = b * s.key_stride[0] + h * s.key_stride[1] + (first + done) * s.key_stride[2];
-      const int64_t value = b * s.value_stride[0] + h * s.value_stride[1] + (first + done) * s.value_stride[2];
+      const int64_t key = place(s.key_stride, first + done), value = place(s.value_stride, first + done);
       for (int t = 0; t < tokens; t += kTile) {
         load_tile(s.key, key + t * s.key_stride[2], s.key_stride[2], std::min(kTile, tokens - t), a.key.dim, query_stride);
         in_groups([&](auto count, int r) { score_tile<count.value>(r, t, std::min(kTile, tokens - t)); });
@@ -204,12 +209,26 @@ struct Task {
       for (int j = 0; j < REGISTERS; j++) store(plain + (r + i) * value_stride + d + j * LANES, sums[i][j]);
   }
 
+  int64_t num_sinks() const { return a.num_pages[b] ? a.sinks.tokens : 0; }
+  int64_t first_of_tail() const { return a.start[b] + num_sinks() + int64_t(a.num_pages[b]) * a.page_size; }
+  int64_t skipped_in_tail() const { return first_of_tail() - (a.settled - a.tail.tokens); }  // tokens of pages of this row
+
   void exact_segments() {
-    const int64_t start = a.start[b], sinks = a.num_pages[b] ? a.sinks.tokens : 0;
-    const int64_t tail = start + sinks + int64_t(a.num_pages[b]) * a.page_size;
-    exact(a.sinks, 0, sinks, start);
-    exact(a.tail, tail - (a.settled - a.tail.tokens), a.settled - tail, tail);
+    exact(a.sinks, 0, num_sinks(), a.start[b]);
+    exact(a.tail, skipped_in_tail(), a.settled - first_of_tail(), first_of_tail());
     exact(a.chunk, 0, a.chunk.tokens, a.settled);
+  }
+
+  // Fetches part i of n of the tail. Left to itself the processor would wait for it: each tile is computed on at once.
+  KVQ_INLINE void fetch_tail(int64_t i, int64_t n) const {
+    const int64_t first = skipped_in_tail(), count = std::min<int64_t>(a.settled - first_of_tail(), kTokensAhead);
+    const int64_t item = a.dtype == KVQ_F32 ? 4 : 2;
+    for (int64_t t = first + count * i / n; t < first + count * (i + 1) / n; t++) {
+      const auto* key = (const uint8_t*)a.tail.key + item * place(a.tail.key_stride, t);
+      const auto* value = (const uint8_t*)a.tail.value + item * place(a.tail.value_stride, t);
+      for (int64_t at = 0; at < item * a.key.dim; at += 64) prefetch_for_later(key + at);
+      for (int64_t at = 0; at < item * a.value.dim; at += 64) prefetch_for_later(value + at);
+    }
   }
 
   // [rows][2 + 2 * value dim]: maximum, sum, exact part, part in the basis of the pages.

@@ -28,6 +28,85 @@ inline __m512i field_of(__m512i words, int f) {
   return _mm512_and_si512(shifted, _mm512_set1_epi8((1 << BITS) - 1));
 }
 
+inline void store_bytes(void* p, __m512i x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
+
+// Memory to fetch on the way: for the first `rows` rows, kBytesPerNumber for every number, one row after the other.
+struct Lines {
+  const uint8_t* first;
+  int rows;
+};
+constexpr int kBytesPerNumber = 8;
+
+// Rows of a query or of weights, `stride` apart, and the scales and zero points that are folded into them. n counts up to a
+// multiple of 16; what is beyond n must be zero.
+struct Unfolded {
+  const float* x;
+  int stride;
+  const float *scale, *zero;
+  int n;
+  Lines lines;
+
+  __m512 row(int r, int i) const { return _mm512_loadu_ps(x + r * stride + i); }
+  // For pass 0 or 1 over the numbers.
+  KVQ_INLINE void fetch(int pass, int r, int i) const {
+    if (r < lines.rows) prefetch(lines.first + kBytesPerNumber * (r * n + (pass * n + i) / 2));
+  }
+};
+
+// What rounding makes of a row: x * scale as integers of two bytes that count `step`, and what is to be added to step times
+// their products with codes: x . zero less the integers' products with the middle of the codes.
+struct Rounded {
+  uint8_t *high, *low;
+  float step, offset;
+};
+
+// The largest |x * scale| of each row, NaN left aside, and x . zero lane by lane, or NaN if a scale is.
+template <int ROWS>
+inline void measure(const Unfolded& f, float* largest, __m512* product) {
+  __m512 top[ROWS], nothing = _mm512_setzero_ps();
+  for (int r = 0; r < ROWS; r++) top[r] = product[r] = _mm512_setzero_ps();
+  for (int i = 0; i < f.n; i += 16) {
+    const __m512 scale = _mm512_loadu_ps(f.scale + i), zero = _mm512_loadu_ps(f.zero + i);
+    for (int r = 0; r < ROWS; r++) {
+      top[r] = _mm512_max_ps(_mm512_abs_ps(_mm512_mul_ps(f.row(r, i), scale)), top[r]);
+      product[r] = _mm512_fmadd_ps(f.row(r, i), zero, product[r]);
+      f.fetch(0, r, i);
+    }
+    nothing = _mm512_fmadd_ps(scale, _mm512_setzero_ps(), nothing);
+  }
+  for (int r = 0; r < ROWS; r++) {
+    largest[r] = std::max(_mm512_reduce_max_ps(top[r]), 1e-30f);
+    product[r] = _mm512_add_ps(product[r], nothing);
+  }
+}
+
+// Folds and rounds: to high * 128 + low of signed bytes if IS_SIGNED, else to high * 256 + low of unsigned ones.
+template <bool IS_SIGNED, int ROWS>
+inline void fold_and_round(const Unfolded& f, float middle, Rounded* rows) {
+  constexpr float kLevels = IS_SIGNED ? kQueryLevels : kWeightLevels;
+  constexpr int kLowBits = IS_SIGNED ? 7 : 8;
+  float largest[ROWS];
+  __m512 product[ROWS];
+  __m512i total[ROWS];
+  measure<ROWS>(f, largest, product);
+  for (int r = 0; r < ROWS; r++) total[r] = _mm512_setzero_si512();
+  for (int i = 0; i < f.n; i += 16)
+    for (int r = 0; r < ROWS; r++) {
+      const __m512 folded = _mm512_mul_ps(f.row(r, i), _mm512_loadu_ps(f.scale + i));
+      const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(folded, _mm512_set1_ps(kLevels / largest[r])));
+      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(rounded, _mm512_set1_epi32(IS_SIGNED ? 64 : 0)), kLowBits);
+      store_bytes(rows[r].high + i, high);
+      store_bytes(rows[r].low + i, IS_SIGNED ? _mm512_sub_epi32(rounded, _mm512_slli_epi32(high, kLowBits)) : rounded);
+      total[r] = _mm512_add_epi32(total[r], rounded);
+      f.fetch(1, r, i);
+    }
+  for (int r = 0; r < ROWS; r++) {
+    rows[r].step = largest[r] * (1.f / kLevels);
+    const __m512 middles = _mm512_mul_ps(_mm512_cvtepi32_ps(total[r]), _mm512_set1_ps(middle * rows[r].step));
+    rows[r].offset = _mm512_reduce_add_ps(_mm512_sub_ps(product[r], middles)) + largest[r] * 0.f;  // NaN if it is infinite
+  }
+}
+
 // Rows that are computed together: as many as keep their sums in registers.
 template <int BITS>
 constexpr int kRowsAtOnce = BITS == 2 ? 2 : kGroupOfRows;
@@ -53,15 +132,9 @@ struct Sums {
   }
 };
 
-// Two bytes per channel of one row's folded query, and what turns their products into scores.
-struct RoundedQuery {
-  uint8_t *high, *low;
-  float step, offset;
-};
-
 // scores[r][t] = step * (q . codes) + offset for the 16 * (8 / BITS) tokens of each of some blocks.
 template <int BITS, int BLOCKS, int ROWS>
-KVQ_NOINLINE void vnni_key_products(const uint8_t* words, const RoundedQuery* q, int dim, float* scores, int stride, int64_t ahead) {
+KVQ_NOINLINE void vnni_key_products(const uint8_t* words, const Rounded* q, int dim, float* scores, int stride, int64_t ahead) {
   constexpr int kFields = 8 / BITS;
   const int64_t block = 16 * dim;
   Sums<ROWS, BLOCKS * kFields> sums;
@@ -124,49 +197,4 @@ KVQ_NOINLINE void vnni_value_products(const uint8_t* words, int width, int token
       const __m512 page = _mm512_fmadd_ps(sums.template total<8>(r, j), _mm512_set1_ps(p.step[r]), _mm512_set1_ps(p.bias[r * p.bias_stride]));
       _mm512_mask_storeu_ps(to, lanes, _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, to), page));
     }
-}
-
-inline void store_bytes(void* p, __m512i x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
-
-struct Rounded {
-  float step, offset;
-};
-
-// Lines of memory to fetch on the way: kBytesPerNumber for every number, if step is not 0.
-struct Lines {
-  const uint8_t* first;
-  int step;
-};
-constexpr int kBytesPerNumber = 8;
-
-// Folds scales into a query or into weights, and rounds the products to integers of two bytes: x * scale as high * 128 + low
-// of signed bytes if IS_SIGNED, else as high * 256 + low of unsigned ones, times step. offset: what is to be added to
-// step * (integers . codes), which is x . zero less the middle of the codes. Counts n up to a multiple of 16; what is beyond
-// n must be zero.
-template <bool IS_SIGNED>
-inline Rounded fold_and_round(const float* x, const float* scale, const float* zero, float middle, int n, uint8_t* high, uint8_t* low, Lines lines) {
-  constexpr int kLowBits = IS_SIGNED ? 7 : 8;
-  constexpr float kLevels = IS_SIGNED ? kQueryLevels : kWeightLevels;
-  __m512 top = _mm512_setzero_ps(), product = _mm512_setzero_ps(), nothing = _mm512_setzero_ps();
-  for (int i = 0; i < n; i += 16) {
-    const __m512 y = _mm512_loadu_ps(x + i), folded = _mm512_mul_ps(y, _mm512_loadu_ps(scale + i));
-    top = _mm512_max_ps(_mm512_abs_ps(folded), top);  // leaves NaN aside, which reaches the offset through 0 * NaN
-    product = _mm512_fmadd_ps(y, _mm512_loadu_ps(zero + i), product);
-    nothing = _mm512_fmadd_ps(folded, _mm512_setzero_ps(), nothing);
-    prefetch(lines.first + lines.step * i);
-  }
-  const float largest = std::max(_mm512_reduce_max_ps(top), 1e-30f), step = largest * (1.f / kLevels);
-  const __m512 inverse = _mm512_set1_ps(kLevels / largest);
-  __m512i total = _mm512_setzero_si512();
-  for (int i = 0; i < n; i += 16) {
-    const __m512 folded = _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_loadu_ps(scale + i));
-    const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(folded, inverse));
-    const __m512i h = _mm512_srai_epi32(_mm512_add_epi32(rounded, _mm512_set1_epi32(IS_SIGNED ? 64 : 0)), kLowBits);
-    store_bytes(high + i, h);
-    store_bytes(low + i, IS_SIGNED ? _mm512_sub_epi32(rounded, _mm512_slli_epi32(h, kLowBits)) : rounded);
-    total = _mm512_add_epi32(total, rounded);
-    prefetch(lines.first + lines.step * (n + i));
-  }
-  const __m512 middles = _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(middle * step));
-  return {step, _mm512_reduce_add_ps(_mm512_sub_ps(_mm512_add_ps(product, nothing), middles))};
 }
