@@ -6,7 +6,6 @@ It is defined as: dequantize, then softmax attention in float32. Every kernel is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -26,8 +25,7 @@ LONG_CHUNK, LONG_CHUNK_ON_GPU = 64, 8
 _PAGES_AT_ONCE = 4
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What attention asks of a layer's states.
 
     query: [B, Hq, Q, D], Hq a multiple of the layer's KV heads, query heads of one KV head next to each other.
@@ -128,7 +126,7 @@ def with_hidden(call: AttentionCall, states: Snapshot) -> AttentionCall:
         mask = torch.ones(call.query.shape[2], states.visible_len, dtype=torch.bool, device=call.query.device)
         mask = mask.tril() if call.is_causal else mask[:1]
     mask = F.pad(mask, (hidden, 0), value=False if mask.dtype == torch.bool else -torch.inf)
-    return replace(call, mask=mask, is_causal=False)
+    return call._replace(mask=mask, is_causal=False)
 
 
 def _attend_dequantized(states: Snapshot, call: AttentionCall) -> Tensor:

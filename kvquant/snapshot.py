@@ -152,11 +152,36 @@ class Snapshot:
     visible_len: int = field(init=False)
     is_exact: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        kv_len, hidden = self.settled + self.chunk.num_tokens, self.window.hidden(self.settled)
-        is_exact = not self.rows.have_pages or self.config.is_exact
-        # What dataclasses that are frozen leave to do: into __dict__, as functools.cached_property does.
-        self.__dict__.update(kv_len=kv_len, hidden=hidden, visible_len=kv_len - hidden, is_exact=is_exact)
+    def __init__(
+        self,
+        config: QuantConfig,
+        settled: int,
+        rows: Rows,
+        sinks: KV | None,
+        pool: PagePool | None,
+        tail_buffers: KV,
+        tail_length: int,
+        chunk: KV,
+        window: Window = FULL_ATTENTION,
+    ) -> None:
+        kv_len, hidden = settled + chunk.key.shape[-2], window.hidden(settled)
+        # At once, as functools.cached_property does: what a frozen dataclass generates takes twice the time, and every
+        # step of every layer makes a snapshot.
+        self.__dict__.update(
+            config=config,
+            settled=settled,
+            rows=rows,
+            sinks=sinks,
+            pool=pool,
+            tail_buffers=tail_buffers,
+            tail_length=tail_length,
+            chunk=chunk,
+            window=window,
+            kv_len=kv_len,
+            hidden=hidden,
+            visible_len=kv_len - hidden,
+            is_exact=not rows.have_pages or config.is_exact,
+        )
 
     @staticmethod
     def of(key: Tensor, value: Tensor) -> Snapshot:

@@ -47,6 +47,7 @@ class LayerStates:
         self._no_chunk = self._chunk = KV(empty_like(key, 0), empty_like(value, 0))
         self._tail = Tail.copy_of(self._chunk, config)
         self._chunk_positions: Tensor | None = None
+        self._last_kind: object = None  # shapes and dtypes that were found to fit
 
     @staticmethod
     def of(held: Snapshot) -> LayerStates:
@@ -145,6 +146,7 @@ class LayerStates:
         """Makes row i what row rows[i] was; rows may repeat and be left out. No page is copied."""
         self.settle()
         self._last_snapshot = None
+        self._last_kind = None
         order = rows.tolist() if isinstance(rows, Tensor) else list(rows)
         index = torch.tensor(order, dtype=torch.long, device=self._tail.states.key.device)
         self._set_rows(self._rows[i] for i in order)
@@ -182,6 +184,9 @@ class LayerStates:
             self.move(device)
 
     def _check_like_chunk(self, key: Tensor, value: Tensor) -> None:
+        kind = key.shape, value.shape, key.dtype, value.dtype
+        if kind == self._last_kind:
+            return
         for name, new, held in (("key", key, self._no_chunk.key), ("value", value, self._no_chunk.value)):
             batch, heads, _, dim = held.shape
             if new.dtype != held.dtype or new.shape != (batch, heads, new.shape[-2], dim):
@@ -193,6 +198,7 @@ class LayerStates:
             raise ValueError(
                 f"key_states have {key.shape[-2]} tokens and value_states {value.shape[-2]}; give equally many"
             )
+        self._last_kind = kind
 
     def _set_rows(self, rows: Iterable[Row]) -> None:
         config, self._rows = self.config, Rows(rows)

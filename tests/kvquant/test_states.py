@@ -306,6 +306,16 @@ def test_chunk_that_does_not_continue_the_cache_is_refused():
         states.append(key, key.to(torch.bfloat16))
 
 
+def test_after_a_choice_of_rows_a_chunk_of_the_former_batch_is_refused():
+    key = torch.randn(2, HEADS, 4, HEAD_DIM)
+    states = LayerStates(config_for(FORMATS[2]), key, key)
+    states.append(key, key)
+    states.select([1])
+    with pytest.raises(ValueError, match=r"key_states of shape \(2, 2, 4, 8\) and torch.float32 do not continue"):
+        states.append(key, key)
+    assert states.append(key[:1], key[:1]).kv_len == 8
+
+
 def test_states_made_in_inference_mode_can_be_used_outside_it():
     key = torch.randn(1, HEADS, 100, HEAD_DIM)
     with torch.inference_mode():

@@ -15,7 +15,7 @@ from kvquant.attention import AttentionCall, with_hidden
 from kvquant.config import QuantConfig
 from kvquant.layout import PageLayout, PagePart
 from kvquant.snapshot import KV, Snapshot
-from kvquant_kernels.cpu import layout, library
+from kvquant_kernels.cpu import layout, library, records
 from kvquant_kernels.cpu.layout import CpuLayout
 from kvquant_kernels.cpu.records import dense
 
@@ -63,6 +63,7 @@ class CpuAttention:
         assert isinstance(native, library.Library)
         arguments = _Arguments(states, with_hidden(call, states) if states.hidden else call)
         native.attend(arguments.structure, variant)
+        records.remember(arguments.structure, states.chunk, states.tail_buffers, arguments.chunk)
         return arguments.out
 
 
@@ -71,6 +72,7 @@ class _Standing(NamedTuple):
 
     config: QuantConfig
     sinks: KV | None
+    tail: ReferenceType[Tensor]  # of its keys' buffer
     records: ReferenceType[Tensor]  # of the pool, which may grow into others
     structure: library.Attend
 
@@ -79,12 +81,14 @@ class _Standing(NamedTuple):
         held = states.rows.derived.get(_Standing)
         if isinstance(held, _Standing) and held.fits(states, records):
             return held
-        new = _Standing(states.config, states.sinks, ref(records), _standing_structure(states, records))
+        tail = ref(states.tail_buffers.key)
+        new = _Standing(states.config, states.sinks, tail, ref(records), _standing_structure(states, records))
         states.rows.derived[_Standing] = new
         return new
 
     def fits(self, states: Snapshot, records: Tensor) -> bool:
-        return self.records() is records and self.sinks is states.sinks and self.config is states.config
+        same_tail = self.tail() is states.tail_buffers.key
+        return same_tail and self.records() is records and self.sinks is states.sinks and self.config is states.config
 
 
 def _standing_structure(states: Snapshot, records: Tensor) -> library.Attend:
@@ -97,9 +101,9 @@ def _standing_structure(states: Snapshot, records: Tensor) -> library.Attend:
     s.start, s.num_pages = rows.starts.data_ptr(), rows.num_pages.data_ptr()
     s.key, s.value = (part.structure for part in cpu_layout.parts)
     s.key_rotated, s.value_rotated = (config.codec(part).rotated for part in (0, 1))
+    library.place_segment(s, library.Attend.tail.offset, *states.tail_buffers)
     if states.sinks is not None:
-        sinks = library.segment(*states.sinks, states.sinks.num_tokens)
-        library.SEGMENT.pack_into(s, library.Attend.sinks.offset, *sinks)
+        library.place_segment(s, library.Attend.sinks.offset, *states.sinks)
     return s
 
 
@@ -108,12 +112,14 @@ class _Arguments:
 
     def __init__(self, states: Snapshot, call: AttentionCall) -> None:
         assert states.pool is not None
-        records, query, chunk = states.pool.records, dense(call.query), KV(*map(dense, states.chunk))
+        pool, query = states.pool.records, dense(call.query)
+        key, value = states.chunk
+        self.chunk = key, value = dense(key), dense(value)
         batch, num_heads, q_len, dim = query.shape
-        self.out = query.new_empty(batch, num_heads, q_len, chunk.value.shape[-1])
+        self.out = query.new_empty(batch, num_heads, q_len, value.shape[-1])
         mask, mask_strides = (None, (0, 0, 0)) if call.mask is None else _additive(call.mask)
         logits = None if call.sink_logits is None else call.sink_logits.to(torch.float32).contiguous()
-        self.structure = library.Attend.from_buffer_copy(_Standing.of(states, records).structure)
+        self.structure = library.Attend.from_buffer_copy(_Standing.of(states, pool).structure)
         library.CALL.pack_into(
             self.structure,
             0,
@@ -123,8 +129,8 @@ class _Arguments:
             0 if logits is None else logits.data_ptr(),
             *query.stride()[:3],
             *mask_strides,
-            *library.segment(*states.tail_buffers, states.tail_length),
-            *library.segment(*chunk, chunk.num_tokens),
+            *library.segment(key, value, key.shape[-2]),
+            states.tail_length,
             num_heads // self.structure.heads,
             q_len,
             states.settled,
@@ -134,7 +140,7 @@ class _Arguments:
             call.softcap or 0.0,
         )
         # The records: another cache that shares the pool may let it grow meanwhile.
-        self._keep = states.rows, states.sinks, records, query, states.tail_buffers, chunk, mask, logits
+        self._keep = states.rows, states.sinks, pool, query, states.tail_buffers, mask, logits
 
 
 def _additive(mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 LIBRARY = "libkvquant_cpu.so"
 VARIABLE = "KVQUANT_CPU_LIBRARY"  # the environment variable that names another file
-ABI = 4  # KVQ_ABI of native/kvq.h
+ABI = 5  # KVQ_ABI of native/kvq.h
 
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # KvqDtype
@@ -50,39 +50,33 @@ class Attend(Structure):
     _fields_ = [
         *((name, c_void_p) for name in "query out mask sink_logits".split()),
         *((name, Strides) for name in ("query_stride", "mask_stride")),
-        *((name, Segment) for name in ("tail", "chunk")),
+        ("chunk", Segment),
+        ("tail_tokens", c_int64),
         *((name, c_int32) for name in "n_rep q_len settled query_dtype num_threads".split()),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in "batch heads page_size dtype exact key_rotated value_rotated".split()),
         *((name, c_void_p) for name in "pool table num_pages start".split()),
         *((name, c_int64) for name in ("page_bytes", "table_stride")),
         *((name, Part) for name in ("key", "value")),
-        ("sinks", Segment),
+        *((name, Segment) for name in ("sinks", "tail")),
     ]
 
 
 # The fields of Attend from `query` to `softcap`, and of a segment: packed at once, which is faster than one by one.
-CALL = struct.Struct("=4Q 6q 9q 9q 5i 2f")
+CALL = struct.Struct("=4Q 6q 9q q 5i 2f")
 SEGMENT = struct.Struct("=9q")
 assert CALL.size == Attend.batch.offset
 assert SEGMENT.size == ctypes.sizeof(Segment)
 
 
+def place_segment(structure: Attend, offset: int, key: Tensor, value: Tensor) -> None:
+    """Writes the segment of all tokens into a structure."""
+    SEGMENT.pack_into(structure, offset, *segment(key, value, key.shape[-2]))
+
+
 def segment(key: Tensor, value: Tensor, tokens: int) -> tuple[int, ...]:
     """The fields of a segment: the first tokens of keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv], dense in D."""
     return key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3], tokens
-
-
-class Append(Structure):
-    """KvqAppend of native/kvq.h."""
-
-    _fields_ = [
-        *((name, Segment) for name in ("from_", "to")),
-        *((name, c_int32) for name in "batch heads key_dim value_dim item".split()),
-    ]
-
-
-APPEND = struct.Struct("=9q 9q 5i")
 
 
 class Pages(Structure):
@@ -110,8 +104,8 @@ class Library:
     def attend(self, arguments: Attend, variant: int | None = None) -> None:
         self.handle.kvq_attend(ctypes.byref(arguments), self.best if variant is None else variant)
 
-    def append(self, arguments: Append) -> None:
-        """Copies tokens to where they go on."""
+    def append(self, arguments: Attend) -> None:
+        """Copies the chunk behind the tail."""
         self.handle.kvq_append(ctypes.byref(arguments))
 
     def seal(self, arguments: Pages, variant: int | None = None) -> None:
@@ -140,7 +134,7 @@ def load() -> Library | Missing:
         return Missing(f"there is no {path.name}: {reason}")
     try:
         handle = ctypes.CDLL(str(path))
-        structures = (Attend, Part, Segment, Pages, Append)
+        structures = (Attend, Part, Segment, Pages)
         is_ours = handle.kvq_abi(0) == ABI and all(
             handle.kvq_abi(1 + i) == ctypes.sizeof(structure) for i, structure in enumerate(structures)
         )
@@ -155,5 +149,5 @@ def load() -> Library | Missing:
     for name, structure in (("kvq_attend", Attend), ("kvq_seal", Pages), ("kvq_restore", Pages)):
         function = getattr(handle, name)
         function.argtypes, function.restype = [POINTER(structure), c_int32], None
-    handle.kvq_append.argtypes, handle.kvq_append.restype = [POINTER(Append)], None
+    handle.kvq_append.argtypes, handle.kvq_append.restype = [POINTER(Attend)], None
     return Library(handle, tuple(handle.kvq_variants().decode().rstrip(",").split(",")), best)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import addressof, c_float
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,24 +38,47 @@ def dense(x: Tensor) -> Tensor:
     return x if type(x) is Tensor and x.stride(-1) == 1 else x.contiguous()
 
 
-def append(states: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> None:
+class _Call(NamedTuple):
+    """What attention was last asked to read: where from and where to its chunk is then appended."""
+
+    structure: library.Attend
+    chunk: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    dense_chunk: tuple[Tensor, Tensor]
+
+    def says(self, chunk: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> bool:
+        return self.chunk is chunk and self.buffers is buffers and self.structure.tail_tokens == first
+
+
+_last_call: _Call | None = None
+
+
+def remember(
+    structure: library.Attend, chunk: Sequence[Tensor], buffers: Sequence[Tensor], dense_chunk: tuple[Tensor, Tensor]
+) -> None:
+    """Keeps a call's structure, until its chunk is appended: to ask the tensors again for what it says takes longer."""
+    global _last_call
+    _last_call = _Call(structure, chunk, buffers, dense_chunk)
+
+
+def append(chunk: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> None:
     """Copies keys and values [B, H, t, D] into buffers [B, H, T, D] of their type, from token `first` on."""
-    (key, value), (keys, values) = map(dense, states), buffers
-    batch, heads, tokens, key_dim = key.shape
-    arguments = library.Append()
-    library.APPEND.pack_into(
-        arguments,
-        0,
-        *library.segment(key, value, tokens),
-        *library.segment(keys, values, first),
-        batch,
-        heads,
-        key_dim,
-        value.shape[-1],
-        key.element_size(),
+    global _last_call
+    call, _last_call = _last_call, None
+    if call is None or not call.says(chunk, buffers, first):
+        call = _call_to_append(chunk, buffers, first)
+    _loaded().append(call.structure)
+
+
+def _call_to_append(chunk: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> _Call:
+    key, value = map(dense, chunk)
+    structure = library.Attend(
+        batch=key.shape[0], heads=key.shape[1], dtype=library.DTYPES[key.dtype], tail_tokens=first
     )
-    arguments.kept = key, value
-    _loaded().append(arguments)
+    structure.key.dim, structure.value.dim = key.shape[-1], value.shape[-1]
+    library.place_segment(structure, library.Attend.chunk.offset, key, value)
+    library.place_segment(structure, library.Attend.tail.offset, *buffers)
+    return _Call(structure, chunk, buffers, (key, value))
 
 
 def seal(states: Tensor, records: Tensor, part: PartLayout, codec: StateCodec, variant: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import mmap
@@ -266,6 +267,33 @@ def test_what_another_cache_returns_is_appended_and_read():
     assert all(torch.equal(*pair) for pair in zip(*tails, strict=True))
 
 
+def test_each_cache_appends_its_own_tokens_whatever_attention_read_last():
+    """Attention leaves behind where from and where to it would append."""
+    states = torch.randn(2, 2, 1, 2, 301, 64)
+    caches = [QuantCache(bits=4), QuantCache(bits=4)]
+    for cache, (key, value) in zip(caches, states, strict=True):
+        cache.update(key[..., :300, :], value[..., :300, :], 0)
+        cache.update(key[..., 300:, :], value[..., 300:, :], 0)
+    held = [cache.layers[0].states for cache in caches]
+    copies = [copy.deepcopy(held[0]), copy.deepcopy(held[0])]
+    for each in (*held, *copies):
+        KERNEL.run(each.snapshot(), AttentionCall(torch.randn(1, 4, 1, 64)))
+    for each, (key, value) in zip((*held, *copies), (*states, states[0], states[0]), strict=True):
+        each.settle()
+        tail = each.snapshot().tail
+        assert torch.equal(tail.key[..., -1, :], key[..., 300, :])
+        assert torch.equal(tail.value[..., -1, :], value[..., 300, :])
+
+
+def test_attention_keeps_no_pages_alive():
+    snapshot = states_for(config_for(), (1, 2, 333, 64))
+    KERNEL.run(snapshot, AttentionCall(torch.randn(1, 2, 1, 64)))
+    records = weakref.ref(snapshot.pool.records)
+    del snapshot
+    gc.collect()
+    assert records() is None
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_no_queries(threads):
     snapshot = states_for(config_for(), (2, 2, 333, 64))
@@ -330,6 +358,20 @@ def test_a_bad_number_in_a_page_gives_nan_to_its_row_and_head_only(pair, bad, pa
     for variant in VARIANTS:
         out = KERNEL.run(snapshot, call, variant)
         assert out.isnan().any(dim=-1).squeeze(-1).tolist() == [[False, False], [True, False]], NATIVE.variants[variant]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("pair", PAIRS[:4], ids=lambda pair: "-".join(fmt.name for fmt in pair))
+@pytest.mark.parametrize("n_rep", [1, 3, 6])
+def test_a_bad_number_in_a_query_gives_nan_to_its_head_only(pair, bad, n_rep):
+    """Rows are computed on side by side; the fast variant rounds them by a scale of their own each."""
+    snapshot = states_for(config_for(pair), (1, 2, 333, 64))
+    query = torch.randn(1, 2 * n_rep, 1, 64)
+    query[0, n_rep, 0, 3] = bad
+    for variant in VARIANTS:
+        out = KERNEL.run(snapshot, AttentionCall(query), variant)
+        assert out[0, n_rep].isnan().all()
+        assert out[:, [i for i in range(2 * n_rep) if i != n_rep]].isfinite().all()
 
 
 def test_threads_do_not_change_what_is_computed():

@@ -38,7 +38,7 @@ void merge(const KvqAttend& a, const float* partial, int64_t split_stride, int s
   const int dim = a.value.dim;
   float top = kMinusInf, total = 0.f;
   for (int s = 0; s < splits; s++) top = std::max(top, partial[s * split_stride]);
-  std::vector<float> plain(dim, 0.f), packed(dim, 0.f);
+  float plain[kMostChannels] = {}, packed[kMostChannels] = {};
   for (int s = 0; s < splits; s++) {
     const float* x = partial + s * split_stride;
     const float keep = x[0] == kMinusInf ? 0.f : exp2_nonpositive(x[0] - top);
@@ -46,9 +46,9 @@ void merge(const KvqAttend& a, const float* partial, int64_t split_stride, int s
     for (int d = 0; d < dim; d++) plain[d] += x[2 + d] * keep;
     for (int d = 0; d < dim; d++) packed[d] += x[2 + dim + d] * keep;
   }
-  if (a.value_rotated) rotate(packed.data(), dim);
+  if (a.value_rotated) rotate(packed, dim);
   for (int d = 0; d < dim; d++) plain[d] = total == 0.f ? 0.f : (plain[d] + packed[d]) / total;
-  store_row(a.query_dtype, plain.data(), dim, a.out, at);
+  store_row(a.query_dtype, plain, dim, a.out, at);
 }
 
 }  // namespace
@@ -61,7 +61,7 @@ void KVQ_NAME(kvq_attend_)(const KvqAttend& a) {
   for (int b = 0; b < a.batch; b++) most_pages = std::max(most_pages, a.num_pages[b]);
   const int wanted = a.num_threads > 1 ? int((8 * a.num_threads + heads - 1) / heads) : 1;
   const int splits = std::max(1, std::min(wanted, most_pages / 4));
-  const int64_t row_size = 2 + 2 * a.value.dim, block_size = kMostRows * row_size;
+  const int64_t row_size = 2 + 2 * a.value.dim, block_size = std::min(rows, kMostRows) * row_size;
   std::vector<float> partial(heads * splits * block_size);
 #pragma omp parallel for schedule(dynamic) num_threads(a.num_threads)
   for (int64_t i = 0; i < heads * splits; i++) {

@@ -44,21 +44,23 @@ KVQ_EXPORT int kvq_best_variant() {
 
 // The version, and the sizes that Python's view of the structs must have.
 KVQ_EXPORT int kvq_abi(int what) {
-  const int found[] = {KVQ_ABI, sizeof(KvqAttend), sizeof(KvqPart), sizeof(KvqSegment), sizeof(KvqPages), sizeof(KvqAppend)};
+  const int found[] = {KVQ_ABI, sizeof(KvqAttend), sizeof(KvqPart), sizeof(KvqSegment), sizeof(KvqPages)};
   return found[what];
 }
 
-static void append(const KvqAppend& a, const void* from, const int64_t* step, const void* to, const int64_t* to_step, int dim) {
+static void append(const KvqAttend& a, const void* from, const int64_t* step, const void* to, const int64_t* to_step, int dim) {
+  const int64_t item = a.dtype == KVQ_F32 ? 4 : 2;
   for (int64_t b = 0; b < a.batch; b++)
     for (int64_t h = 0; h < a.heads; h++)
-      for (int64_t t = 0; t < a.from.tokens; t++)
-        memcpy((char*)to + a.item * (b * to_step[0] + h * to_step[1] + (a.to.tokens + t) * to_step[2]),
-               (const char*)from + a.item * (b * step[0] + h * step[1] + t * step[2]), size_t(a.item) * dim);
+      for (int64_t t = 0; t < a.chunk.tokens; t++)
+        memcpy((char*)to + item * (b * to_step[0] + h * to_step[1] + (a.tail_tokens + t) * to_step[2]),
+               (const char*)from + item * (b * step[0] + h * step[1] + t * step[2]), size_t(item * dim));
 }
 
-KVQ_EXPORT void kvq_append(const KvqAppend* a) {
-  append(*a, a->from.key, a->from.key_stride, a->to.key, a->to.key_stride, a->key_dim);
-  append(*a, a->from.value, a->from.value_stride, a->to.value, a->to.value_stride, a->value_dim);
+// Copies the chunk behind the tail.
+KVQ_EXPORT void kvq_append(const KvqAttend* a) {
+  append(*a, a->chunk.key, a->chunk.key_stride, a->tail.key, a->tail.key_stride, a->key.dim);
+  append(*a, a->chunk.value, a->chunk.value_stride, a->tail.value, a->tail.value_stride, a->value.dim);
 }
 
 KVQ_EXPORT void kvq_attend(const KvqAttend* a, int variant) { kVariants[variant].attend(*a); }

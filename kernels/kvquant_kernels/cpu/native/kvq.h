@@ -3,7 +3,7 @@
 #include <cstdint>
 
 // Goes up with every change of what the fields mean or of how pages are laid out.
-#define KVQ_ABI 4
+#define KVQ_ABI 5
 
 enum KvqCode : int32_t { KVQ_INTEGER = 0, KVQ_E4M3 = 1, KVQ_E5M2 = 2 };
 enum KvqDtype : int32_t { KVQ_F32 = 0, KVQ_BF16 = 1, KVQ_F16 = 2 };
@@ -41,11 +41,12 @@ struct KvqAttend {
   const float* sink_logits;  // [heads * n_rep]; null without them
   int64_t query_stride[3];  // batch, head, query; in elements
   int64_t mask_stride[3];   // batch, query head, query; 0 where it is broadcast
-  KvqSegment tail, chunk;
+  KvqSegment chunk;
+  int64_t tail_tokens;
   int32_t n_rep, q_len, settled, query_dtype, num_threads;
   float scale;              // of scores
   float softcap;            // 0 for none
-  // What stays the same until pages are sealed.
+  // What stays the same until pages are sealed, or the tail moves.
   int32_t batch, heads, page_size, dtype;
   int32_t exact;            // float32 arithmetic throughout, whatever the variant
   int32_t key_rotated, value_rotated;
@@ -57,15 +58,7 @@ struct KvqAttend {
   int64_t table_stride;
   KvqPart key, value;
   KvqSegment sinks;
-};
-
-// Copies tokens of keys and values to where they go on in buffers of the same type.
-struct KvqAppend {
-  KvqSegment from;  // all of its tokens
-  KvqSegment to;    // its tokens are those that are there already
-  int32_t batch, heads;
-  int32_t key_dim, value_dim;
-  int32_t item;  // bytes of one number
+  KvqSegment tail;  // with all of its room; tokens that are there: tail_tokens
 };
 
 // Keys or values of whole pages, between tensors and records.

@@ -2,6 +2,7 @@
 
 constexpr int kMostRows = 16;  // query rows of one task
 constexpr int kTile = 16;      // exact tokens that are converted to float32 at once
+constexpr int kMostChannels = 512;  // of a head; see layout.py
 constexpr int kTokensAhead = 256;  // exact tokens that are fetched while pages are read, all of the usual ones
 constexpr int kSideBySide = LANES == 16 ? 4 : 2;  // exact tokens, or registers of channels, that share loads of the others
 
@@ -211,7 +212,7 @@ struct Task {
 
   int64_t num_sinks() const { return a.num_pages[b] ? a.sinks.tokens : 0; }
   int64_t first_of_tail() const { return a.start[b] + num_sinks() + int64_t(a.num_pages[b]) * a.page_size; }
-  int64_t skipped_in_tail() const { return first_of_tail() - (a.settled - a.tail.tokens); }  // tokens of pages of this row
+  int64_t skipped_in_tail() const { return first_of_tail() - (a.settled - a.tail_tokens); }  // tokens of pages of this row
 
   void exact_segments() {
     exact(a.sinks, 0, num_sinks(), a.start[b]);
