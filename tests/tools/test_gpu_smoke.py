@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
+pytestmark = pytest.mark.xdist_group("gpu smoke")  # so that one process runs all tests, and the script once
+
 ROOT = Path(__file__).parents[2]
 
 

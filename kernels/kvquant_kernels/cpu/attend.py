@@ -15,9 +15,9 @@ from kvquant.attention import AttentionCall, with_hidden
 from kvquant.config import QuantConfig
 from kvquant.layout import PageLayout, PagePart
 from kvquant.snapshot import KV, Snapshot
-from kvquant_kernels.cpu import layout, library, records
+from kvquant_kernels.cpu import layout, library
 from kvquant_kernels.cpu.layout import CpuLayout
-from kvquant_kernels.cpu.records import dense
+from kvquant_kernels.cpu.records import dense, remember
 
 _LEAST_MASK = torch.finfo(torch.float32).min / 2
 
@@ -63,12 +63,12 @@ class CpuAttention:
         assert isinstance(native, library.Library)
         arguments = _Arguments(states, with_hidden(call, states) if states.hidden else call)
         native.attend(arguments.structure, variant)
-        records.remember(arguments.structure, states.chunk, states.tail_buffers, arguments.chunk)
+        remember(arguments.structure, states, arguments.chunk)
         return arguments.out
 
 
 class _Standing(NamedTuple):
-    """The part of a call that is the same until pages are sealed: kept with the page tables, which then change too."""
+    """The part of a call that is the same until pages are sealed or the tail moves: kept with the page tables."""
 
     config: QuantConfig
     sinks: KV | None
@@ -112,14 +112,14 @@ class _Arguments:
 
     def __init__(self, states: Snapshot, call: AttentionCall) -> None:
         assert states.pool is not None
-        pool, query = states.pool.records, dense(call.query)
+        records, query = states.pool.records, dense(call.query)
         key, value = states.chunk
         self.chunk = key, value = dense(key), dense(value)
         batch, num_heads, q_len, dim = query.shape
         self.out = query.new_empty(batch, num_heads, q_len, value.shape[-1])
         mask, mask_strides = (None, (0, 0, 0)) if call.mask is None else _additive(call.mask)
         logits = None if call.sink_logits is None else call.sink_logits.to(torch.float32).contiguous()
-        self.structure = library.Attend.from_buffer_copy(_Standing.of(states, pool).structure)
+        self.structure = library.Attend.from_buffer_copy(_Standing.of(states, records).structure)
         library.CALL.pack_into(
             self.structure,
             0,
@@ -140,7 +140,7 @@ class _Arguments:
             call.softcap or 0.0,
         )
         # The records: another cache that shares the pool may let it grow meanwhile.
-        self._keep = states.rows, states.sinks, pool, query, states.tail_buffers, mask, logits
+        self._keep = states.rows, states.sinks, records, query, states.tail_buffers, mask, logits
 
 
 def _additive(mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Sealing and restoring pages in native code, to the same numbers as the codec."""
+"""Sealing and restoring pages in native code, to the same numbers as the codec, and appending the tokens between."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvquant.kernel import is_switched_off
 from kvquant_kernels.cpu import library
 
 if TYPE_CHECKING:
+    from kvquant.snapshot import Snapshot
     from kvquant_kernels.cpu.layout import PartLayout
 
 _NORMS = (2.0, 4.0)  # those that need no power function, whose rounding is nobody's promise
@@ -39,7 +40,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 class _Call(NamedTuple):
-    """What attention was last asked to read: where from and where to its chunk is then appended."""
+    """A structure that says where from and where to a chunk is appended, and what it speaks of."""
 
     structure: library.Attend
     chunk: Sequence[Tensor]
@@ -53,19 +54,22 @@ class _Call(NamedTuple):
 _last_call: _Call | None = None
 
 
-def remember(
-    structure: library.Attend, chunk: Sequence[Tensor], buffers: Sequence[Tensor], dense_chunk: tuple[Tensor, Tensor]
-) -> None:
-    """Keeps a call's structure, until its chunk is appended: to ask the tensors again for what it says takes longer."""
+def remember(structure: library.Attend, states: Snapshot, dense_chunk: tuple[Tensor, Tensor]) -> None:
+    """Keeps the structure of a call until its chunk is appended, or another call is made.
+
+    To ask the tensors again for what it says would take longer. It keeps no pages alive.
+    """
     global _last_call
-    _last_call = _Call(structure, chunk, buffers, dense_chunk)
+    if 0 < states.chunk.num_tokens <= states.tail_buffers.num_tokens - states.tail_length:
+        _last_call = _Call(structure, states.chunk, states.tail_buffers, dense_chunk)
 
 
 def append(chunk: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> None:
     """Copies keys and values [B, H, t, D] into buffers [B, H, T, D] of their type, from token `first` on."""
     global _last_call
     call, _last_call = _last_call, None
-    if call is None or not call.says(chunk, buffers, first):
+    # torch.compile would take what is the same object once to be the same one always.
+    if torch.compiler.is_compiling() or call is None or not call.says(chunk, buffers, first):
         call = _call_to_append(chunk, buffers, first)
     _loaded().append(call.structure)
 

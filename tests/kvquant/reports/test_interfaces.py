@@ -1,5 +1,6 @@
 """Public reports of code around a cache that stopped working: dependencies, examples, signatures, compilers."""
 
+import copy
 import doctest
 import inspect
 import subprocess
@@ -108,3 +109,21 @@ def test_a_compiled_model_generates_the_same(bits):
         results.append(torch.stack(logits))
     assert torch.equal(results[0].argmax(-1), results[1].argmax(-1))
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow  # compiling takes a while
+def test_copies_of_a_cache_keep_their_own_tokens_under_a_compiled_model():
+    """The second copy finds the room of the tail taken that the first one has."""
+    model, ids = tiny_model("llama", "sdpa"), torch.randint(2, 97, (1, 60))
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    tails = []
+    for forward in (model, compiled):
+        prefix = QuantCache(bits=4, sinks=2, residual_length=5, page_size=32)
+        with torch.no_grad():
+            model(ids, cache=prefix, use_cache=True)
+            copies = [copy.deepcopy(prefix) for _ in range(4)]
+            for token, cache in enumerate(copies):
+                forward(torch.full((1, 1), 5 + token), cache=cache, use_cache=True)
+        tails.append([cache.layers[0].states.snapshot().tail for cache in copies])
+    for eager, other in zip(*tails, strict=True):
+        torch.testing.assert_close(tuple(eager), tuple(other), atol=1e-5, rtol=1e-5)

@@ -285,6 +285,17 @@ def test_each_cache_appends_its_own_tokens_whatever_attention_read_last():
         assert torch.equal(tail.value[..., -1, :], value[..., 300, :])
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_exact_tokens_that_are_all_hidden_are_not_read(bad):
+    """Sinks that a window has left behind, say: their values do not matter, also where all have weight 0."""
+    snapshot = states_for(config_for(), (1, 2, 333, 64))
+    snapshot.sinks.value.fill_(bad)
+    mask = torch.zeros(1, 1, 1, 333)
+    mask[..., : snapshot.sinks.num_tokens] = -math.inf
+    for variant in VARIANTS:
+        assert KERNEL.run(snapshot, AttentionCall(torch.randn(1, 4, 1, 64), mask), variant).isfinite().all()
+
+
 def test_attention_keeps_no_pages_alive():
     snapshot = states_for(config_for(), (1, 2, 333, 64))
     KERNEL.run(snapshot, AttentionCall(torch.randn(1, 2, 1, 64)))

@@ -57,7 +57,7 @@ static void append(const KvqAttend& a, const void* from, const int64_t* step, co
                (const char*)from + item * (b * step[0] + h * step[1] + t * step[2]), size_t(item * dim));
 }
 
-// Copies the chunk behind the tail.
+// Copies the chunk behind the tail. Of a call it reads batch, heads, dtype, chunk, tail, tail_tokens and the parts' dim.
 KVQ_EXPORT void kvq_append(const KvqAttend* a) {
   append(*a, a->chunk.key, a->chunk.key_stride, a->tail.key, a->tail.key_stride, a->key.dim);
   append(*a, a->chunk.value, a->chunk.value_stride, a->tail.value, a->tail.value_stride, a->value.dim);

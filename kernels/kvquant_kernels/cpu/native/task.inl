@@ -113,8 +113,9 @@ struct Task {
     float base[ROWS];
     bool any = false;
     for (int i = 0; i < ROWS; i++) {
-      rescale(r + i, std::max(max[r + i], max_of(tops[i])));
-      any |= max[r + i] > kMinusInf;
+      const float top = max_of(tops[i]);
+      any |= top > kMinusInf;
+      rescale(r + i, std::max(max[r + i], top));
       base[i] = std::max(max[r + i], std::numeric_limits<float>::lowest());  // so that scores of -inf have weight 0
     }
     for (int t = 0; t < n; t += LANES)
