@@ -165,8 +165,8 @@ class Snapshot:
         window: Window = FULL_ATTENTION,
     ) -> None:
         kv_len, hidden = settled + chunk.key.shape[-2], window.hidden(settled)
-        # At once, as functools.cached_property does: what a frozen dataclass generates takes twice the time, and every
-        # step of every layer makes a snapshot.
+        # At once, as functools.cached_property does: what a frozen dataclass generates sets each field by a call, and
+        # every step of every layer makes a snapshot.
         self.__dict__.update(
             config=config,
             settled=settled,

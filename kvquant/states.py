@@ -148,11 +148,10 @@ class LayerStates:
         self._last_snapshot = None
         self._last_kind = None
         order = rows.tolist() if isinstance(rows, Tensor) else list(rows)
-        index = torch.tensor(order, dtype=torch.long, device=self._tail.states.key.device)
         self._set_rows(self._rows[i] for i in order)
-        self._sinks = None if self._sinks is None else _index_rows(self._sinks, index)
-        self._tail = Tail.copy_of(_index_rows(self._tail.states, index), self.config)
-        self._no_chunk = self._chunk = _index_rows(self._chunk, index)
+        self._sinks = None if self._sinks is None else self._sinks.rows(order)
+        self._tail = Tail.copy_of(self._tail.states.rows(order), self.config)
+        self._no_chunk = self._chunk = self._chunk.rows(order)
 
     @property
     def batch_size(self) -> int:
@@ -293,10 +292,6 @@ def _cropped(row: Row, length: int, config: QuantConfig) -> Row:
     """The row up to column `length`, with the pages that end there or before."""
     whole_pages = max(0, (length - row.start - config.sinks) // config.page_size)
     return Row(min(row.start, length), row.pages[:whole_pages])
-
-
-def _index_rows(states: KV, index: Tensor) -> KV:
-    return KV(*(part.index_select(0, index) for part in states))
 
 
 def _to_pages(states: Tensor, page_size: int) -> Tensor:
