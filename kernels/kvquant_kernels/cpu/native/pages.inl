@@ -24,8 +24,8 @@ struct PageReader : Task {
     const int room = int(align16(n));
     std::fill(scales + n, scales + room, 0.f);
     std::fill(zeros + (part.zeros >= 0 ? n : 0), zeros + room, 0.f);
-    halves_to_floats(record + part.scales, scales, n);
-    if (part.zeros >= 0) halves_to_floats(record + part.zeros, zeros, n);
+    load_row<KVQ_F16>(record + part.scales, 0, n, scales);
+    if (part.zeros >= 0) load_row<KVQ_F16>(record + part.zeros, 0, n, zeros);
   }
 
   // Makes zeros what the centre of the codes stands for, instead of the middle of the grid.
@@ -124,7 +124,7 @@ struct PageReader : Task {
         }
         const float *scale = scales + g * a.page_size, *zero = zeros + g * a.page_size;
         for (int t = 0; t < a.page_size; t++) w[t] = p[t] * scale[t];
-        bias[r * groups + g] = dot(p, zero, a.page_size);
+        bias[g * rows + r] = dot(p, zero, a.page_size);
       }
   }
 
@@ -140,7 +140,7 @@ struct PageReader : Task {
         continue;
       }
       for (int g = 0; g < groups; g++)
-        for (int d = g * value_group; d < (g + 1) * value_group; d++) to[d] += from[d] + bias[r * groups + g];
+        for (int d = g * value_group; d < (g + 1) * value_group; d++) to[d] += from[d] + bias[g * rows + r];
     }
   }
 
@@ -165,22 +165,21 @@ struct PageReader : Task {
   template <int BITS>
   void integer_key_scores(const uint8_t* record) {
     constexpr int kTokens = kWordLanes * 8 / BITS;
-    Rounded q[kMostRows];
-    for (int r = 0; r < rows; r++) {
-      q[r].high = bytes.data() + 2 * r * query_stride;
-      q[r].low = q[r].high + query_stride;
-    }
+    float step[kMostRows], offset[kMostRows];
+    const Rounded rounded = {bytes.data(), bytes.data() + rows * query_stride, step, offset, query_stride};
     in_groups([&](auto count, int r) {
       const Lines lines = late_lines(value, a.value, a.key.dim, r);
-      fold_and_round<true, count.value>({rotated_query + r * query_stride, query_stride, scales, zeros, a.key.dim, lines}, a.key.middle, q + r);
+      const Unfolded q = {rotated_query + r * query_stride, query_stride, scales, zeros, a.key.dim, lines};
+      fold_and_round<true, count.value>(q, a.key.middle, rounded.from(r));
     });
     for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
       with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
         in_blocks<kBlocksAtOnce<BITS, count.value>>(a.page_size / kTokens, [&](auto blocks, int block) {
           const int64_t at = int64_t(block) * kWordLanes * a.key.dim;
           const bool fetch = r == 0 && at < first_late(a.key, a.page_size);
-          vnni_key_products<BITS, blocks.value, count.value>(record + at, q + r, a.key.dim, scores + r * tokens_at_most + block * kTokens,
-                                                             tokens_at_most, fetch ? key_ahead : 0);
+          vnni_key_products<BITS, blocks.value, count.value>(record + at, rounded.from(r), a.key.dim,
+                                                             scores + r * tokens_at_most + block * kTokens, tokens_at_most,
+                                                             fetch ? key_ahead : 0);
         });
       });
   }
@@ -188,17 +187,15 @@ struct PageReader : Task {
   template <int BITS>
   void add_integer_values(const uint8_t* record) {
     float step[kMostGroups * kMostRows];
-    uint8_t *high = bytes.data(), *low = high + int64_t(groups) * rows * tokens_at_most;
-    round_page_weights<BITS>(step, high, low);
+    const Rounded rounded = {bytes.data(), bytes.data() + int64_t(groups) * rows * tokens_at_most, step, bias, tokens_at_most};
+    round_page_weights<BITS>(rounded);
     for (int g = 0; g < groups; g++)
       for (int r = 0; r < rows; r += kRowsAtOnce<BITS>)
         with_constant<kRowsAtOnce<BITS>>(rows - r, [&](auto count) {
-          const int64_t at = int64_t(g) * rows + r;
-          const RoundedWeights p = {high + at * tokens_at_most, low + at * tokens_at_most, step + at, bias + r * groups + g, tokens_at_most, groups};
           const auto products = [&](auto columns, int w) {
             const uint8_t* words = column(record, g, w);
             const bool fetch = r == 0 && words - record < first_late(a.value, a.key.dim);
-            vnni_value_products<BITS, columns.value, count.value>(words, column_width(w), a.page_size, p,
+            vnni_value_products<BITS, columns.value, count.value>(words, column_width(w), a.page_size, rounded.from(g * rows + r),
                                                                   packed + r * value_stride + g * value_group + w, value_stride,
                                                                   words_per_group, fetch ? value_ahead : 0);
           };
@@ -209,23 +206,14 @@ struct PageReader : Task {
 
   // Folds scales into weights and rounds them; the middle of the codes leaves through the biases.
   template <int BITS>
-  void round_page_weights(float* step, uint8_t* high, uint8_t* low) {
+  void round_page_weights(Rounded rounded) {
     const float middle = a.value.middle - (BITS == 8 ? 128.f : 0.f);
     for (int g = 0; g < groups; g++)
       in_groups([&](auto count, int r) {
-        Rounded p[count.value];
-        for (int i = 0; i < count.value; i++) {
-          const int64_t at = (int64_t(g) * rows + r + i) * tokens_at_most;
-          p[i].high = high + at;
-          p[i].low = low + at;
-        }
         const Lines lines = late_lines(key + key_ahead, a.key, a.page_size, g ? rows : r);
-        fold_and_round<false, count.value>(
-            {scores + r * tokens_at_most, tokens_at_most, scales + g * a.page_size, zeros + g * a.page_size, a.page_size, lines}, middle, p);
-        for (int i = 0; i < count.value; i++) {
-          step[int64_t(g) * rows + r + i] = p[i].step;
-          bias[(r + i) * groups + g] = p[i].offset;
-        }
+        const float *scale = scales + g * a.page_size, *zero = zeros + g * a.page_size;
+        const Unfolded p = {scores + r * tokens_at_most, tokens_at_most, scale, zero, a.page_size, lines};
+        fold_and_round<false, count.value>(p, middle, rounded.from(g * rows + r));
       });
   }
 #endif

@@ -38,14 +38,16 @@ inline void key_products(const uint8_t* words, const float* q, int q_stride, int
       const uint8_t* at = words + 4 * (i * kWordLanes + lane);
       const Vi w = load_words(at);
       prefetch(at + ahead);
-      for (int e = 0; e < 4; e++)
-        for (int f = 0; f < kFields; f++) {
-          const Vf code = decode<CODE, BITS>(w, e, f);
-          for (int r = 0; r < ROWS; r++) sum[r][f] += q[r * q_stride + 4 * i + e] * code;
-        }
+      each<4 * kFields>([&](auto n) KVQ_INLINED {
+        constexpr int e = n / kFields, f = n % kFields;
+        const Vf code = decode<CODE, BITS>(w, e, f);
+        each<ROWS>([&](auto r) KVQ_INLINED { sum[r][f] += q[r * q_stride + 4 * i + e] * code; });
+      });
     }
-    for (int r = 0; r < ROWS; r++)
-      for (int f = 0; f < kFields; f++) store(scores + r * stride + f * kWordLanes + lane, sum[r][f]);
+    each<ROWS * kFields>([&](auto n) KVQ_INLINED {
+      constexpr int r = n / kFields, f = n % kFields;
+      store(scores + r * stride + f * kWordLanes + lane, sum[r][f]);
+    });
   }
 }
 
@@ -59,12 +61,14 @@ inline void value_products(const uint8_t* words, int width, int tokens, const fl
     const uint8_t* at = words + int64_t(4) * i * width;
     const Vi w = load_words(at);
     prefetch(at + ahead);
-    for (int e = 0; e < 4; e++)
-      for (int f = 0; f < kFields; f++) {
-        const Vf code = decode<CODE, BITS>(w, e, f);
-        for (int r = 0; r < ROWS; r++) acc[r][f] += p[r * p_stride + 4 * i + e] * code;
-      }
+    each<4 * kFields>([&](auto n) KVQ_INLINED {
+      constexpr int e = n / kFields, f = n % kFields;
+      const Vf code = decode<CODE, BITS>(w, e, f);
+      each<ROWS>([&](auto r) KVQ_INLINED { acc[r][f] += p[r * p_stride + 4 * i + e] * code; });
+    });
   }
-  for (int r = 0; r < ROWS; r++)
-    for (int f = 0; f < kFields; f++) memcpy(sum + r * sum_stride + f * field_stride, &acc[r][f], lanes * sizeof(float));
+  each<ROWS * kFields>([&](auto n) KVQ_INLINED {
+    constexpr int r = n / kFields, f = n % kFields;
+    memcpy(sum + r * sum_stride + f * field_stride, &acc[r][f], lanes * sizeof(float));
+  });
 }

@@ -2,9 +2,24 @@
 
 typedef float Vf __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t Vi __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t Vh __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
 template <int N>
 using Int = std::integral_constant<int, N>;
+
+// For functions that do nothing but fetch: GCC takes them to have no effect, and drops calls that it has not inlined before.
+#define KVQ_INLINE inline __attribute__((always_inline))
+#define KVQ_INLINED __attribute__((always_inline))  // of lambdas
+
+// Calls f with the constants 0 to N - 1. Arrays of registers that loops index would be in memory: GCC unrolls outer ones late.
+template <class F, int... I>
+KVQ_INLINE void each_of(std::integer_sequence<int, I...>, F f) {
+  (f(Int<I>()), ...);
+}
+template <int N, class F>
+KVQ_INLINE void each(F f) {
+  each_of(std::make_integer_sequence<int, N>(), f);
+}
 
 constexpr int kWordLanes = 16;  // tokens or channels side by side in the words of a page
 constexpr float kLog2e = 1.44269504088896341f;
@@ -15,8 +30,6 @@ inline int64_t align16(int64_t n) { return (n + 15) & ~int64_t(15); }
 inline Vf load(const float* p) { return *(const Vf*)p; }
 inline void store(float* p, Vf x) { *(Vf*)p = x; }
 inline Vi load_words(const uint8_t* p) { return *(const Vi*)p; }
-// For functions that do nothing but fetch: GCC takes them to have no effect, and drops calls that it has not inlined before.
-#define KVQ_INLINE inline __attribute__((always_inline))
 
 // Into the first-level cache, although it is small: on Zen 5 this is faster than into the second.
 KVQ_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 3); }
@@ -40,28 +53,50 @@ inline float half_to_float(uint16_t half) {
   return bits_of<float>(bits_of<uint32_t>(x) | sign);
 }
 
-inline void halves_to_floats(const uint8_t* from, float* to, int n) {
-  int i = 0;
-#ifdef __F16C__
-  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 2 * i))));
+// LANES numbers of a KvqDtype.
+template <int DTYPE>
+inline Vf load_as(const void* p) {
+  if constexpr (DTYPE == KVQ_F32) return *(const Vf*)p;
+#ifdef __AVX512F__
+  const __m256i x16 = _mm256_loadu_si256((const __m256i*)p);
+  if constexpr (DTYPE == KVQ_BF16) return bits_of<Vf>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x16), 16));
+  if constexpr (DTYPE == KVQ_F16) return bits_of<Vf>(_mm512_cvtph_ps(x16));
+#elif defined(__F16C__)
+  if constexpr (DTYPE == KVQ_F16) return bits_of<Vf>(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)));
 #endif
-  for (; i < n; i++) {
-    uint16_t half;
-    memcpy(&half, from + 2 * i, 2);
-    to[i] = half_to_float(half);
-  }
+  if constexpr (DTYPE == KVQ_BF16) return bits_of<Vf>(__builtin_convertvector(*(const Vh*)p, Vi) << 16);
+  Vf x;
+  for (int j = 0; j < LANES; j++) x[j] = half_to_float((*(const Vh*)p)[j]);
+  return x;
+}
+
+template <int DTYPE>
+inline float load_one(const void* p) {
+  if constexpr (DTYPE == KVQ_F32) return *(const float*)p;
+  uint16_t x;
+  memcpy(&x, p, 2);
+  return DTYPE == KVQ_F16 ? half_to_float(x) : bits_of<float>(uint32_t(x) << 16);
 }
 
 // n numbers of a KvqDtype, from number `at` on.
+template <int DTYPE>
+inline void load_row(const void* from, int64_t at, int n, float* to) {
+  constexpr int kBytes = DTYPE == KVQ_F32 ? 4 : 2;
+  const char* x = (const char*)from + kBytes * at;
+  int i = 0;
+  for (; i + LANES <= n; i += LANES) store(to + i, load_as<DTYPE>(x + kBytes * i));
+  for (; i < n; i++) to[i] = load_one<DTYPE>(x + kBytes * i);
+}
+
+template <class F>
+inline void by_dtype(int dtype, F f) {
+  if (dtype == KVQ_F32) return f(Int<KVQ_F32>());
+  if (dtype == KVQ_F16) return f(Int<KVQ_F16>());
+  return f(Int<KVQ_BF16>());
+}
+
 inline void load_row(int dtype, const void* from, int64_t at, int n, float* to) {
-  if (dtype == KVQ_F32) {
-    memcpy(to, (const float*)from + at, n * sizeof(float));
-  } else if (dtype == KVQ_F16) {
-    halves_to_floats((const uint8_t*)((const uint16_t*)from + at), to, n);
-  } else {
-    const uint16_t* x = (const uint16_t*)from + at;
-    for (int i = 0; i < n; i++) to[i] = bits_of<float>(uint32_t(x[i]) << 16);
-  }
+  by_dtype(dtype, [&](auto known) { load_row<known.value>(from, at, n, to); });
 }
 
 // The nearest float16, halves to even; infinite beyond the largest. In integers, whatever happens to denormals.

@@ -19,7 +19,7 @@ struct Task {
   float *max, *sum;             // of the softmax so far: [rows]
   float *plain, *packed, *page;  // sums of values: of exact ones, of pages, of one page without zero points: [rows][value dim]
   float *tile;                  // some exact tokens: [kTile][dim]
-  float *bias;                  // what one page's zero points add: [rows][groups]
+  float *bias;                  // what one page's zero points add: [groups][rows]
   float *scales, *zeros;        // of one page, in float32, and zero up to a multiple of 16
 
   Task(const KvqAttend& args, int64_t batch, int64_t head, int row, int count)
@@ -45,8 +45,8 @@ struct Task {
                             {&bias, n * groups}, {&tile, kTile * std::max(query_stride, value_stride)}, {&scales, scale_room}, {&zeros, scale_room}};
     int64_t total = 0;
     for (const Block& block : blocks) total += align16(block.size);
-    memory.assign(total, 0.f);
-    float* next = memory.data();
+    memory.assign(total + 16, 0.f);
+    float* next = (float*)((uintptr_t(memory.data()) + 63) & ~uintptr_t(63));  // so that no register is in two cache lines
     for (const Block& block : blocks) {
       *block.at = next;
       next += align16(block.size);
@@ -104,27 +104,27 @@ struct Task {
   bool to_weights(int r, int n) {
     float* s = scores + r * tokens_at_most;
     Vf tops[ROWS], totals[ROWS] = {};
-    for (Vf& top : tops) top = totals[0] + kMinusInf;
+    each<ROWS>([&](auto i) KVQ_INLINED { tops[i] = totals[i] + kMinusInf; });
     for (int t = 0; t < n; t += LANES)
-      for (int i = 0; i < ROWS; i++) {
+      each<ROWS>([&](auto i) KVQ_INLINED {
         const Vf x = load(s + i * tokens_at_most + t);
         tops[i] = x > tops[i] ? x : tops[i];
-      }
+      });
     float base[ROWS];
     bool any = false;
-    for (int i = 0; i < ROWS; i++) {
+    each<ROWS>([&](auto i) KVQ_INLINED {
       const float top = max_of(tops[i]);
       any |= top > kMinusInf;
       rescale(r + i, std::max(max[r + i], top));
       base[i] = std::max(max[r + i], std::numeric_limits<float>::lowest());  // so that scores of -inf have weight 0
-    }
+    });
     for (int t = 0; t < n; t += LANES)
-      for (int i = 0; i < ROWS; i++) {
+      each<ROWS>([&](auto i) KVQ_INLINED {
         const Vf weight = exp2_nonpositive(load(s + i * tokens_at_most + t) - base[i]);
         store(s + i * tokens_at_most + t, weight);
         totals[i] += weight;
-      }
-    for (int i = 0; i < ROWS; i++) sum[r + i] += sum_of(totals[i]);
+      });
+    each<ROWS>([&](auto i) KVQ_INLINED { sum[r + i] += sum_of(totals[i]); });
     return any;
   }
 
@@ -164,10 +164,11 @@ struct Task {
 
   // Some tokens in float32, each filled up with zeros to a multiple of 16 numbers.
   void load_tile(const void* from, int64_t at, int64_t step, int tokens, int dim, int stride) {
-    for (int t = 0; t < tokens; t++) {
-      load_row(a.dtype, from, at + t * step, dim, tile + t * stride);
-      std::fill(tile + t * stride + dim, tile + (t + 1) * stride, 0.f);
-    }
+    by_dtype(a.dtype, [&](auto dtype) {
+      for (int t = 0; t < tokens; t++) load_row<dtype.value>(from, at + t * step, dim, tile + t * stride);
+    });
+    if (dim < stride)
+      for (int t = 0; t < tokens; t++) std::fill(tile + t * stride + dim, tile + (t + 1) * stride, 0.f);
   }
 
   // May also write scores of tokens that the tile has not, up to a multiple of kSideBySide: softmax() replaces them.
@@ -177,13 +178,13 @@ struct Task {
       Vf sums[ROWS][kSideBySide] = {};
       for (int d = 0; d < query_stride; d += LANES) {
         Vf x[kSideBySide];
-        for (int j = 0; j < kSideBySide; j++) x[j] = load(tile + (t + j) * query_stride + d);
-        for (int i = 0; i < ROWS; i++) {
+        each<kSideBySide>([&](auto j) KVQ_INLINED { x[j] = load(tile + (t + j) * query_stride + d); });
+        each<ROWS>([&](auto i) KVQ_INLINED {
           const Vf q = load(query + (r + i) * query_stride + d);
-          for (int j = 0; j < kSideBySide; j++) sums[i][j] += q * x[j];
-        }
+          each<kSideBySide>([&](auto j) KVQ_INLINED { sums[i][j] += q * x[j]; });
+        });
       }
-      for (int i = 0; i < ROWS; i++) store_sums(sums[i], scores + (r + i) * tokens_at_most + first + t);
+      each<ROWS>([&](auto i) KVQ_INLINED { store_sums(sums[i], scores + (r + i) * tokens_at_most + first + t); });
     }
   }
 
@@ -197,18 +198,20 @@ struct Task {
   template <int ROWS, int REGISTERS>
   void add_channels(int r, int d, int first, int tokens) {
     Vf sums[ROWS][REGISTERS];
-    for (int i = 0; i < ROWS; i++)
-      for (int j = 0; j < REGISTERS; j++) sums[i][j] = load(plain + (r + i) * value_stride + d + j * LANES);
+    each<ROWS>([&](auto i) KVQ_INLINED {
+      each<REGISTERS>([&](auto j) KVQ_INLINED { sums[i][j] = load(plain + (r + i) * value_stride + d + j * LANES); });
+    });
     for (int t = 0; t < tokens; t++) {
       Vf x[REGISTERS];
-      for (int j = 0; j < REGISTERS; j++) x[j] = load(tile + t * value_stride + d + j * LANES);
-      for (int i = 0; i < ROWS; i++) {
+      each<REGISTERS>([&](auto j) KVQ_INLINED { x[j] = load(tile + t * value_stride + d + j * LANES); });
+      each<ROWS>([&](auto i) KVQ_INLINED {
         const float weight = scores[(r + i) * tokens_at_most + first + t];
-        for (int j = 0; j < REGISTERS; j++) sums[i][j] += weight * x[j];
-      }
+        each<REGISTERS>([&](auto j) KVQ_INLINED { sums[i][j] += weight * x[j]; });
+      });
     }
-    for (int i = 0; i < ROWS; i++)
-      for (int j = 0; j < REGISTERS; j++) store(plain + (r + i) * value_stride + d + j * LANES, sums[i][j]);
+    each<ROWS>([&](auto i) KVQ_INLINED {
+      each<REGISTERS>([&](auto j) KVQ_INLINED { store(plain + (r + i) * value_stride + d + j * LANES, sums[i][j]); });
+    });
   }
 
   int64_t num_sinks() const { return a.num_pages[b] ? a.sinks.tokens : 0; }

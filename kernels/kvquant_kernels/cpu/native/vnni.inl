@@ -47,154 +47,168 @@ struct Unfolded {
   Lines lines;
 
   __m512 row(int r, int i) const { return _mm512_loadu_ps(x + r * stride + i); }
-  // For pass 0 or 1 over the numbers.
-  KVQ_INLINE void fetch(int pass, int r, int i) const {
-    if (r < lines.rows) prefetch(lines.first + kBytesPerNumber * (r * n + (pass * n + i) / 2));
-  }
+  // Where to fetch 4 bytes for every number of a row in pass 0 or 1 over it.
+  const uint8_t* lines_of(int pass, int r) const { return lines.first + kBytesPerNumber / 2 * (2 * r + pass) * n; }
 };
 
-// What rounding makes of a row: x * scale as integers of two bytes that count `step`, and what is to be added to step times
-// their products with codes: x . zero less the integers' products with the middle of the codes.
+// What rounding makes of rows: x * scale as integers of two bytes that count `step`, and what is to be added to step times
+// their products with codes: x . zero less the integers' products with the middle of the codes. Bytes of a row begin
+// `stride` after those of the one before.
 struct Rounded {
   uint8_t *high, *low;
-  float step, offset;
+  float *step, *offset;
+  int stride;
+
+  Rounded from(int r) const { return {high + r * stride, low + r * stride, step + r, offset + r, stride}; }
 };
 
 // The largest |x * scale| of each row, NaN left aside, and x . zero lane by lane, or NaN if a scale is.
 template <int ROWS>
-inline void measure(const Unfolded& f, float* largest, __m512* product) {
+KVQ_INLINE void measure(const Unfolded& f, float (&largest)[ROWS], __m512 (&product)[ROWS]) {
   __m512 top[ROWS], nothing = _mm512_setzero_ps();
-  for (int r = 0; r < ROWS; r++) top[r] = product[r] = _mm512_setzero_ps();
+  const uint8_t* lines[ROWS];
+  each<ROWS>([&](auto r) KVQ_INLINED {
+    top[r] = _mm512_set1_ps(1e-30f);
+    product[r] = nothing;
+    lines[r] = f.lines_of(0, r);
+  });
   for (int i = 0; i < f.n; i += 16) {
     const __m512 scale = _mm512_loadu_ps(f.scale + i), zero = _mm512_loadu_ps(f.zero + i);
-    for (int r = 0; r < ROWS; r++) {
-      top[r] = _mm512_max_ps(_mm512_abs_ps(_mm512_mul_ps(f.row(r, i), scale)), top[r]);
-      product[r] = _mm512_fmadd_ps(f.row(r, i), zero, product[r]);
-      f.fetch(0, r, i);
-    }
+    each<ROWS>([&](auto r) KVQ_INLINED {
+      const __m512 x = f.row(r, i);
+      top[r] = _mm512_max_ps(_mm512_abs_ps(_mm512_mul_ps(x, scale)), top[r]);
+      product[r] = _mm512_fmadd_ps(x, zero, product[r]);
+      if (r < f.lines.rows) prefetch(lines[r] + kBytesPerNumber / 2 * i);
+    });
     nothing = _mm512_fmadd_ps(scale, _mm512_setzero_ps(), nothing);
   }
-  for (int r = 0; r < ROWS; r++) {
-    largest[r] = std::max(_mm512_reduce_max_ps(top[r]), 1e-30f);
+  each<ROWS>([&](auto r) KVQ_INLINED {
+    largest[r] = _mm512_reduce_max_ps(top[r]);
     product[r] = _mm512_add_ps(product[r], nothing);
-  }
+  });
 }
 
 // Folds and rounds: to high * 128 + low of signed bytes if IS_SIGNED, else to high * 256 + low of unsigned ones.
 template <bool IS_SIGNED, int ROWS>
-inline void fold_and_round(const Unfolded& f, float middle, Rounded* rows) {
+KVQ_INLINE void fold_and_round(Unfolded f, float middle, Rounded to) {
   constexpr float kLevels = IS_SIGNED ? kQueryLevels : kWeightLevels;
   constexpr int kLowBits = IS_SIGNED ? 7 : 8;
   float largest[ROWS];
-  __m512 product[ROWS];
+  __m512 product[ROWS], levels[ROWS];
   __m512i total[ROWS];
+  const uint8_t* lines[ROWS];
   measure<ROWS>(f, largest, product);
-  for (int r = 0; r < ROWS; r++) total[r] = _mm512_setzero_si512();
-  for (int i = 0; i < f.n; i += 16)
-    for (int r = 0; r < ROWS; r++) {
-      const __m512 folded = _mm512_mul_ps(f.row(r, i), _mm512_loadu_ps(f.scale + i));
-      const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(folded, _mm512_set1_ps(kLevels / largest[r])));
+  each<ROWS>([&](auto r) KVQ_INLINED {
+    levels[r] = _mm512_set1_ps(kLevels / largest[r]);
+    total[r] = _mm512_setzero_si512();
+    lines[r] = f.lines_of(1, r);
+  });
+  for (int i = 0; i < f.n; i += 16) {
+    const __m512 scale = _mm512_loadu_ps(f.scale + i);
+    each<ROWS>([&](auto r) KVQ_INLINED {
+      const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_mul_ps(f.row(r, i), scale), levels[r]));
       const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(rounded, _mm512_set1_epi32(IS_SIGNED ? 64 : 0)), kLowBits);
-      store_bytes(rows[r].high + i, high);
-      store_bytes(rows[r].low + i, IS_SIGNED ? _mm512_sub_epi32(rounded, _mm512_slli_epi32(high, kLowBits)) : rounded);
+      store_bytes(to.high + r * to.stride + i, high);
+      store_bytes(to.low + r * to.stride + i, IS_SIGNED ? _mm512_sub_epi32(rounded, _mm512_slli_epi32(high, kLowBits)) : rounded);
       total[r] = _mm512_add_epi32(total[r], rounded);
-      f.fetch(1, r, i);
-    }
-  for (int r = 0; r < ROWS; r++) {
-    rows[r].step = largest[r] * (1.f / kLevels);
-    const __m512 middles = _mm512_mul_ps(_mm512_cvtepi32_ps(total[r]), _mm512_set1_ps(middle * rows[r].step));
-    rows[r].offset = _mm512_reduce_add_ps(_mm512_sub_ps(product[r], middles)) + largest[r] * 0.f;  // NaN if it is infinite
+      if (r < f.lines.rows) prefetch(lines[r] + kBytesPerNumber / 2 * i);
+    });
   }
+  each<ROWS>([&](auto r) KVQ_INLINED {
+    to.step[r] = largest[r] * (1.f / kLevels);
+    const __m512 middles = _mm512_mul_ps(_mm512_cvtepi32_ps(total[r]), _mm512_set1_ps(middle * to.step[r]));
+    to.offset[r] = _mm512_reduce_add_ps(_mm512_sub_ps(product[r], middles)) + largest[r] * 0.f;  // NaN if it is infinite
+  });
 }
 
-// Rows that are computed together: as many as keep their sums in registers.
+// How many rows are computed together, of those that are left, and blocks of words side by side, so that broadcasts are shared
+// and sums do not wait for each other: as many as keep the sums in at most 24 registers.
 template <int BITS>
-constexpr int kRowsAtOnce = BITS == 2 ? 2 : kGroupOfRows;
-
-// Blocks of words that are read side by side, so that broadcasts are shared and sums do not wait for each other.
+constexpr int kRowsAtOnce = BITS == 2 ? 3 : kGroupOfRows;
 template <int BITS, int ROWS>
-constexpr int kBlocksAtOnce = std::min(std::max(8 / (8 / BITS * ROWS), 1), 4);
+constexpr int kBlocksAtOnce = 8 / BITS * ROWS <= 3 ? 4 : 8 / BITS * ROWS <= 6 ? 2 : 1;
 
 // The sums of products with high bytes and with low ones.
 template <int ROWS, int FIELDS>
 struct Sums {
   __m512i high[ROWS][FIELDS], low[ROWS][FIELDS];
 
-  Sums() {
-    for (int r = 0; r < ROWS; r++)
-      for (int f = 0; f < FIELDS; f++) high[r][f] = low[r][f] = _mm512_setzero_si512();
+  KVQ_INLINE Sums() {
+    each<ROWS>([&](auto r) KVQ_INLINED {
+      each<FIELDS>([&](auto f) KVQ_INLINED { high[r][f] = low[r][f] = _mm512_setzero_si512(); });
+    });
+  }
+
+  // Adds products of four codes, in the words of some blocks, with the four bytes from byte `at` on of every row: unsigned
+  // codes with signed bytes, or the other way round.
+  template <int BITS, bool SIGNED_CODES, int BLOCKS>
+  KVQ_INLINE void add(const __m512i (&words)[BLOCKS], const Rounded& x, int at) {
+    constexpr int kFields = 8 / BITS;
+    each<ROWS>([&](auto r) KVQ_INLINED {
+      const __m512i h = broadcast_four_bytes(x.high + r * x.stride + at), l = broadcast_four_bytes(x.low + r * x.stride + at);
+      each<FIELDS>([&](auto j) KVQ_INLINED {
+        const __m512i codes = field_of<BITS>(words[j / kFields], j % kFields);
+        high[r][j] = SIGNED_CODES ? add_products_of_bytes(high[r][j], h, codes) : add_products_of_bytes(high[r][j], codes, h);
+        low[r][j] = SIGNED_CODES ? add_products_of_bytes(low[r][j], l, codes) : add_products_of_bytes(low[r][j], codes, l);
+      });
+    });
   }
 
   // With high bytes counting 2 ** SHIFT times as much.
   template <int SHIFT>
-  __m512 total(int r, int f) const {
+  KVQ_INLINE __m512 total(int r, int f) const {
     return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[r][f], SHIFT), low[r][f]));
   }
 };
 
+// Both kinds of products fetch what is `ahead` in the order in which it lies, not block beside block: memory is faster then.
+// Rounded is passed by reference: its copy would be written in pieces and read as a whole, for which processors wait.
+
 // scores[r][t] = step * (q . codes) + offset for the 16 * (8 / BITS) tokens of each of some blocks.
 template <int BITS, int BLOCKS, int ROWS>
-KVQ_NOINLINE void vnni_key_products(const uint8_t* words, const Rounded* q, int dim, float* scores, int stride, int64_t ahead) {
-  constexpr int kFields = 8 / BITS;
+KVQ_NOINLINE void vnni_key_products(const uint8_t* words, const Rounded& q, int dim, float* scores, int stride, int64_t ahead) {
+  constexpr int kFields = 8 / BITS, kSums = BLOCKS * kFields;
   const int64_t block = 16 * dim;
-  Sums<ROWS, BLOCKS * kFields> sums;
-  for (int i = 0; i < dim / 4; i++, words += 64) {
+  Sums<ROWS, kSums> sums;
+  const uint8_t* fetched = words + ahead;
+  for (int i = 0; i < dim / 4; i++, words += 64, fetched += 64 * BLOCKS) {
     __m512i w[BLOCKS];
-    for (int k = 0; k < BLOCKS; k++) {
+    each<BLOCKS>([&](auto k) KVQ_INLINED {
       w[k] = _mm512_loadu_si512(words + k * block);
-      prefetch(words + k * block + ahead);
-    }
-    for (int r = 0; r < ROWS; r++) {
-      const __m512i h = broadcast_four_bytes(q[r].high + 4 * i), l = broadcast_four_bytes(q[r].low + 4 * i);
-      for (int j = 0; j < BLOCKS * kFields; j++) {
-        const __m512i codes = field_of<BITS>(w[j / kFields], j % kFields);
-        sums.high[r][j] = add_products_of_bytes(sums.high[r][j], codes, h);
-        sums.low[r][j] = add_products_of_bytes(sums.low[r][j], codes, l);
-      }
-    }
+      prefetch(fetched + 64 * k);
+    });
+    sums.template add<BITS, false>(w, q, 4 * i);
   }
-  for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < BLOCKS * kFields; j++)
-      _mm512_storeu_ps(scores + r * stride + 16 * j, _mm512_fmadd_ps(sums.template total<7>(r, j), _mm512_set1_ps(q[r].step), _mm512_set1_ps(q[r].offset)));
+  each<ROWS * kSums>([&](auto i) KVQ_INLINED {
+    constexpr int r = i / kSums, j = i % kSums;
+    const __m512 score = _mm512_fmadd_ps(sums.template total<7>(r, j), _mm512_set1_ps(q.step[r]), _mm512_set1_ps(q.offset[r]));
+    _mm512_storeu_ps(scores + r * stride + 16 * j, score);
+  });
 }
 
-// Two bytes per token of some rows' folded weights, and what their products are scaled and shifted by: those of row r begin
-// r strides further.
-struct RoundedWeights {
-  const uint8_t *high, *low;
-  const float *step, *bias;
-  int stride, bias_stride;
-};
-
-// sum[r][f * field_stride + 16 * k + lane] += step[r] * (weights . codes) + bias[r], for some columns k of `width` words, which
+// sum[r][f * field_stride + 16 * k + lane] += step[r] * (p . codes) + offset[r], for some columns k of `width` words, which
 // is 16 if there are several; codes of 8 bits less 128. The two terms nearly cancel: they are added to each other first.
 template <int BITS, int COLUMNS, int ROWS>
-KVQ_NOINLINE void vnni_value_products(const uint8_t* words, int width, int tokens, RoundedWeights p, float* sum, int sum_stride,
+KVQ_NOINLINE void vnni_value_products(const uint8_t* words, int width, int tokens, const Rounded& p, float* sum, int sum_stride,
                                       int field_stride, int64_t ahead) {
-  constexpr int kFields = 8 / BITS;
+  constexpr int kFields = 8 / BITS, kSums = COLUMNS * kFields;
   const int64_t column = 16 * tokens;
-  Sums<ROWS, COLUMNS * kFields> sums;
-  for (int i = 0; i < tokens / 4; i++, words += 4 * width) {
+  Sums<ROWS, kSums> sums;
+  const uint8_t* fetched = words + ahead;
+  for (int i = 0; i < tokens / 4; i++, words += 4 * width, fetched += 4 * width * COLUMNS) {
     __m512i w[COLUMNS];
-    for (int k = 0; k < COLUMNS; k++) {
+    each<COLUMNS>([&](auto k) KVQ_INLINED {
       w[k] = _mm512_loadu_si512(words + k * column);
-      prefetch(words + k * column + ahead);
+      prefetch(fetched + 4 * width * k);
       if (BITS == 8) w[k] = _mm512_xor_si512(w[k], _mm512_set1_epi8((char)0x80));
-    }
-    for (int r = 0; r < ROWS; r++) {
-      const __m512i h = broadcast_four_bytes(p.high + r * p.stride + 4 * i), l = broadcast_four_bytes(p.low + r * p.stride + 4 * i);
-      for (int j = 0; j < COLUMNS * kFields; j++) {
-        const __m512i codes = field_of<BITS>(w[j / kFields], j % kFields);
-        sums.high[r][j] = add_products_of_bytes(sums.high[r][j], h, codes);
-        sums.low[r][j] = add_products_of_bytes(sums.low[r][j], l, codes);
-      }
-    }
+    });
+    sums.template add<BITS, true>(w, p, 4 * i);
   }
   const __mmask16 lanes = (__mmask16)((1u << width) - 1);
-  for (int r = 0; r < ROWS; r++)
-    for (int j = 0; j < COLUMNS * kFields; j++) {
-      float* to = sum + r * sum_stride + j % kFields * field_stride + j / kFields * 16;
-      const __m512 page = _mm512_fmadd_ps(sums.template total<8>(r, j), _mm512_set1_ps(p.step[r]), _mm512_set1_ps(p.bias[r * p.bias_stride]));
-      _mm512_mask_storeu_ps(to, lanes, _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, to), page));
-    }
+  each<ROWS * kSums>([&](auto i) KVQ_INLINED {
+    constexpr int r = i / kSums, j = i % kSums;
+    float* to = sum + r * sum_stride + j % kFields * field_stride + j / kFields * 16;
+    const __m512 page = _mm512_fmadd_ps(sums.template total<8>(r, j), _mm512_set1_ps(p.step[r]), _mm512_set1_ps(p.offset[r]));
+    _mm512_mask_storeu_ps(to, lanes, _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, to), page));
+  });
 }
