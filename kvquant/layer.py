@@ -52,8 +52,8 @@ class QuantLayer(DynamicLayer):
         """Adds keys [B, Hkv, t, Dk] and values [B, Hkv, t, Dv]; returns all of them as lazy tensors."""
         if self._states is None:
             self.lazy_initialization(key_states, value_states)
-        snapshot = self.states.append(key_states, value_states, compat.position_ids(kwargs))
-        return lazy_pair(self.states, snapshot)
+        states = self.states
+        return lazy_pair(states, states.append(key_states, value_states, compat.position_ids(kwargs)))
 
     def settle(self) -> None:
         """Packs what is due. Called when the layer's attention is over; calling it again changes nothing."""

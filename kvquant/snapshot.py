@@ -122,7 +122,8 @@ class Segment(NamedTuple):
     states: KV
 
 
-@dataclass(frozen=True, eq=False)
+# Not frozen, which would set each field by a call: every step of every layer makes a snapshot. Nothing changes one.
+@dataclass(init=False, eq=False, slots=True)
 class Snapshot:
     """One layer's states: sinks | pages | tail of every row, and the chunk that arrived last, still as it was given.
 
@@ -164,24 +165,12 @@ class Snapshot:
         chunk: KV,
         window: Window = FULL_ATTENTION,
     ) -> None:
-        kv_len, hidden = settled + chunk.key.shape[-2], window.hidden(settled)
-        # At once, as functools.cached_property does: what a frozen dataclass generates sets each field by a call, and
-        # every step of every layer makes a snapshot.
-        self.__dict__.update(
-            config=config,
-            settled=settled,
-            rows=rows,
-            sinks=sinks,
-            pool=pool,
-            tail_buffers=tail_buffers,
-            tail_length=tail_length,
-            chunk=chunk,
-            window=window,
-            kv_len=kv_len,
-            hidden=hidden,
-            visible_len=kv_len - hidden,
-            is_exact=not rows.have_pages or config.is_exact,
-        )
+        self.config, self.settled, self.rows, self.sinks, self.pool = config, settled, rows, sinks, pool
+        self.tail_buffers, self.tail_length, self.chunk, self.window = tail_buffers, tail_length, chunk, window
+        self.kv_len = settled + chunk.key.shape[-2]
+        self.hidden = window.hidden(settled)
+        self.visible_len = self.kv_len - self.hidden
+        self.is_exact = not rows.have_pages or config.is_exact
 
     @staticmethod
     def of(key: Tensor, value: Tensor) -> Snapshot:

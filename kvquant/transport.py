@@ -27,31 +27,32 @@ class LazyStates(Tensor):
     steps of repeat_kv, [B, Hkv, n_rep, T, D].
     """
 
+    # Slots, since every layer of every step makes two of these. Models ask for the public ones several times per layer,
+    # which would otherwise take a detour through __torch_function__.
+    __slots__ = ("_is_grouped", "_n_rep", "_part", "_snapshot", "_states", "device", "dtype", "shape")
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
     _states: LayerStates
     _snapshot: Snapshot
     _part: int
     _n_rep: int
     _is_grouped: bool
-    _shape: torch.Size
 
     @staticmethod
     def __new__(
         cls, states: LayerStates, snapshot: Snapshot, part: int, n_rep: int = 1, is_grouped: bool = False
     ) -> LazyStates:
         like = snapshot.chunk[part]
-        batch, heads, _, dim = like.shape
-        head_shape = (heads, n_rep) if is_grouped else (heads * n_rep,)
-        shape = (batch, *head_shape, snapshot.visible_len, dim)
-        lazy: LazyStates = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        dtype, device, (batch, heads, _, dim) = like.dtype, like.device, like.shape
+        tokens = snapshot.visible_len
+        shape = (batch, heads, n_rep, tokens, dim) if is_grouped else (batch, heads * n_rep, tokens, dim)
+        lazy: LazyStates = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        lazy.shape, lazy.dtype, lazy.device = torch.Size(shape), dtype, device
         lazy._states, lazy._snapshot, lazy._part = states, snapshot, part
-        lazy._n_rep, lazy._is_grouped, lazy._shape = n_rep, is_grouped, torch.Size(shape)
+        lazy._n_rep, lazy._is_grouped = n_rep, is_grouped
         return lazy
-
-    # Models ask for these several times per layer. As properties of their own they need no detour through
-    # __torch_function__.
-    shape = property(lambda self: self._shape)
-    dtype = property(lambda self: self._snapshot.chunk[self._part].dtype)
-    device = property(lambda self: self._snapshot.chunk[self._part].device)
 
     def materialize(self) -> Tensor:
         """The dequantized tensor of the same shape and dtype."""
@@ -72,11 +73,11 @@ class LazyStates(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _scaled_dot_product_attention(*args, **kwargs)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return _scaled_dot_product_attention(*args, **kwargs)
         step = _REPEAT_STEPS.get(func)
         if step is not None and args and isinstance(args[0], LazyStates) and kwargs.keys() <= {"dim"}:
             lazy = step(*args, **kwargs)

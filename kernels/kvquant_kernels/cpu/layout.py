@@ -203,9 +203,7 @@ class CpuLayout(PageLayout):
         return self.parts[part].read(records)
 
     def append(self, states: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> None:
-        if native.can_append(states, buffers):
-            native.append(states, buffers, first)
-        else:
+        if not native.append(states, buffers, first):
             super().append(states, buffers, first)
 
     def seal(self, key: Tensor, value: Tensor, codecs: Sequence[StateCodec]) -> Tensor:

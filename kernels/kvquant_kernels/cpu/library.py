@@ -102,19 +102,19 @@ class Library:
     best: int
 
     def attend(self, arguments: Attend, variant: int | None = None) -> None:
-        self.handle.kvq_attend(ctypes.byref(arguments), self.best if variant is None else variant)
+        self.handle.kvq_attend(arguments, self.best if variant is None else variant)
 
     def append(self, arguments: Attend) -> None:
         """Copies the chunk behind the tail."""
-        self.handle.kvq_append(ctypes.byref(arguments))
+        self.handle.kvq_append(arguments)
 
     def seal(self, arguments: Pages, variant: int | None = None) -> None:
         """Writes states into records."""
-        self.handle.kvq_seal(ctypes.byref(arguments), self.best if variant is None else variant)
+        self.handle.kvq_seal(arguments, self.best if variant is None else variant)
 
     def restore(self, arguments: Pages, variant: int | None = None) -> None:
         """Writes what records hold into states."""
-        self.handle.kvq_restore(ctypes.byref(arguments), self.best if variant is None else variant)
+        self.handle.kvq_restore(arguments, self.best if variant is None else variant)
 
 
 @dataclass(frozen=True)

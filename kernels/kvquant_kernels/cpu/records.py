@@ -30,13 +30,9 @@ def can_restore(dtype: torch.dtype) -> bool:
     return dtype in library.DTYPES and isinstance(library.load(), library.Library) and not is_switched_off()
 
 
-def can_append(states: Sequence[Tensor], buffers: Sequence[Tensor]) -> bool:
-    return states[0].is_cpu and buffers[0].is_cpu and isinstance(library.load(), library.Library)
-
-
 def dense(x: Tensor) -> Tensor:
     """x, or a copy of it, with a dense last dimension and an address: lazy tensors and others' kinds have none."""
-    return x if type(x) is Tensor and x.stride(-1) == 1 else x.contiguous()
+    return x if type(x) is Tensor and x.stride()[-1] == 1 else x.contiguous()
 
 
 class _Call(NamedTuple):
@@ -64,14 +60,23 @@ def remember(structure: library.Attend, states: Snapshot, dense_chunk: tuple[Ten
         _last_call = _Call(structure, states.chunk, states.tail_buffers, dense_chunk)
 
 
-def append(chunk: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> None:
-    """Copies keys and values [B, H, t, D] into buffers [B, H, T, D] of their type, from token `first` on."""
+def append(chunk: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> bool:
+    """Copies keys and values [B, H, t, D] into buffers [B, H, T, D] of their type, from token `first` on.
+
+    Returns False, and does nothing, for tensors elsewhere than in CPU memory and without the library.
+    """
     global _last_call
     call, _last_call = _last_call, None
+    native = library.load()
+    if not isinstance(native, library.Library):
+        return False
     # torch.compile would take what is the same object once to be the same one always.
     if torch.compiler.is_compiling() or call is None or not call.says(chunk, buffers, first):
+        if not (chunk[0].is_cpu and buffers[0].is_cpu):
+            return False
         call = _call_to_append(chunk, buffers, first)
-    _loaded().append(call.structure)
+    native.append(call.structure)
+    return True
 
 
 def _call_to_append(chunk: Sequence[Tensor], buffers: Sequence[Tensor], first: int) -> _Call:
