@@ -122,8 +122,8 @@ class Segment(NamedTuple):
     states: KV
 
 
-# Not frozen, which would set each field by a call: every step of every layer makes a snapshot. Nothing changes one.
-@dataclass(init=False, eq=False, slots=True)
+# Not frozen, which would set each field by a call: every step of every layer makes a snapshot. Nothing may change one.
+@dataclass(init=False, eq=False)
 class Snapshot:
     """One layer's states: sinks | pages | tail of every row, and the chunk that arrived last, still as it was given.
 

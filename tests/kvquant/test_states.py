@@ -425,12 +425,14 @@ def test_pool_grows_geometrically():
     assert pool.capacity <= 1125
 
 
-def test_pickled_states_come_back_with_pages_of_their_own():
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickled_states_come_back_with_pages_of_their_own(protocol):
     key = torch.randn(1, HEADS, 100, HEAD_DIM)
     states = LayerStates(config_for(FORMATS[2]), key, key)
     states.append(key, key)
     states.settle()
-    back = pickle.loads(pickle.dumps(states))
+    states.snapshot()  # which states keep
+    back = pickle.loads(pickle.dumps(states, protocol))
     assert back.snapshot().pool is not states.snapshot().pool
     assert torch.equal(back.snapshot().columns(0), states.snapshot().columns(0))
     back.append(key, key)
