@@ -145,7 +145,7 @@ struct PageReader : Task {
   }
 
 #if KVQ_VNNI
-  // Products fetch the next page's codes at the place where they read, so that memory would idle while numbers are rounded.
+  // Products fetch the next page's codes while they read, so that memory would idle while numbers are rounded.
   // The last codes of a part, at most a quarter, are therefore fetched while the `n` numbers per row of the other part are.
   int64_t late_rows(const KvqPart& part, int n) const { return std::min<int64_t>(rows, part.scales / 4 / (n * kBytesPerNumber)); }
   int64_t first_late(const KvqPart& part, int n) const { return part.scales - late_rows(part, n) * n * kBytesPerNumber; }
