@@ -10,7 +10,6 @@ from pathlib import Path
 import evaluation
 import pytest
 import torch
-from native import has_library
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvquant import QuantCache
@@ -156,12 +155,13 @@ def test_other_readme_examples_run(capsys):
 
 
 def test_resident_memory_is_what_the_packed_cache_needs():
-    full, packed = memory.measure(None, ["DynamicCache", "kvquant 4"], 1024)
-    tokens = 1024 + memory.STEPS
+    full, packed = memory.measure(None, ["DynamicCache", "kvquant 4"], 4096)
+    tokens = 4096 + memory.STEPS
     unpacked = 2 * 30 * 3 * 64 * tokens * 2  # bytes of bfloat16 in 30 layers
-    # Up to 196 of the tokens are exact and the others take 4.6 of 16 bits: 0.40 in all. The rest is what the process
+    # Up to 196 of the tokens are exact and the others take 4.6 of 16 bits: 0.32 in all. The rest is what the process
     # loads and its allocator keeps, some 8 MB for either cache.
     assert unpacked <= full.held <= unpacked + 12e6
-    assert packed.held <= 0.40 * unpacked + 12e6
-    # Plain PyTorch also searches ranges and rounds in float32, for some pages at a time.
-    assert packed.peak <= (0.65 if has_library else 0.8) * full.peak
+    assert packed.held <= 0.32 * unpacked + 12e6
+    # A step's own tensors and the holes between them take 20 to 30 MB more, whatever the context, and vary from process
+    # to process. Keeping what was unpacked for attention, in all layers, would take as much as `unpacked` more.
+    assert packed.peak <= 0.8 * unpacked
