@@ -69,7 +69,7 @@ results: $(INSTALLED)
 	  --json results/quality.json
 	$(BIN)/kvquant report results/quality.json --out build/report
 	cp build/report/quality.png results/quality.png
-	$(BIN)/kvquant bench --context 1024 --context 4096 --context 8192 --context 16384 --context 32768 --rounds 15 \
+	$(BIN)/kvquant bench --context 1024 --context 4096 --context 8192 --context 16384 --context 32768 --rounds 26 \
 	  --model HuggingFaceTB/SmolLM2-135M-Instruct --model random-1b --memory 8192 \
 	  --json results/bench_cpu.json --plot results/bench_cpu.png
 	$(BIN)/python tools/observe_models.py

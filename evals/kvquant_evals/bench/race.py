@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -69,26 +70,26 @@ def race(kind: str, contenders: Mapping[str, Contender], context: int, threads: 
 
 
 def _seconds_of_rounds(contenders: Mapping[str, Contender], effort: Effort) -> dict[str, list[float]]:
-    """Rounds differ in their order: a contender finds in the processor's caches what the one before has left there."""
+    """Every round has an order of its own: a contender finds in the processor's caches what those before left there."""
     seconds: dict[str, list[float]] = {label: [] for label in contenders}
     for contender in contenders.values():
         contender.run()
-    for order in islice(cycle(balanced_orders(list(contenders))), effort.rounds):
+    for order in islice(random_orders(list(contenders)), effort.rounds):
         for label in order:
             if len(seconds[label]) < FEWEST_ROUNDS or sum(seconds[label]) < effort.seconds:
                 seconds[label].append(_seconds(contenders[label].run))
     return seconds
 
 
-def balanced_orders(labels: Sequence[str]) -> Iterator[list[str]]:
-    """Orders in which each label comes right after each other one equally often (Williams, 1949)."""
-    count = len(labels)
-    zigzag = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ..
-    for first in range(count):
-        order = [labels[(first + step) % count] for step in zigzag]
-        yield order
-        if count % 2:
-            yield order[::-1]
+def random_orders(labels: Sequence[str]) -> Iterator[list[str]]:
+    """Without end, and the same ones each time.
+
+    Orders that only balance which label comes right before which (Williams, 1949) let the same two labels come second
+    before another one in all rounds, and what these read is still, or no longer, in a large processor cache.
+    """
+    chance = random.Random(0)
+    while True:
+        yield chance.sample(labels, len(labels))
 
 
 def timing(kind: str, label: str, context: int, threads: int, seconds: list[float], cache_bytes: int = 0) -> Timing:

@@ -117,12 +117,17 @@ def thread_counts(report: dict[str, Any]) -> list[int]:
 def caption(report: dict[str, Any]) -> str:
     """What was timed on what, in one line."""
     shape, found, machine = report["shape"], report["versions"], report["machine"]
-    rounds = [row["rounds"] for row in report["timings"]]
+    most: dict[str, int] = {}
+    for row in report["timings"]:
+        what = row["kind"].split(",")[0]
+        most[what] = max(most.get(what, 0), row["rounds"])
+    rounds = " and ".join(f"{count} rounds of {what}" for what, count in most.items())
+    least = min(row["rounds"] for row in report["timings"])
     return (
         f"{machine['processor']}, {machine['cores']} cores; attention of {shape['num_heads']} query and "
-        f"{shape['num_kv_heads']} KV heads of {shape['head_dim']}; medians of {max(rounds)} rounds in changing order, "
-        f"{min(rounds)} at least for the slowest; kvquant {found['kvquant']}, transformers {found['transformers']}, "
-        f"torch {found['torch']}. `~`: noisy"
+        f"{shape['num_kv_heads']} KV heads of {shape['head_dim']}; medians of {rounds} in random orders, {least} at "
+        f"least for the slowest; kvquant {found['kvquant']}, transformers {found['transformers']}, torch {found['torch']}. "
+        "`~`: noisy"
     )
 
 

@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="cached tokens; repeatable (default: 1024, 8192 and 32768)",
     )
-    add("--rounds", type=parse_count, default=15, help="rounds in which contenders take turns (default: %(default)s)")
+    rounds = "rounds in which contenders take turns, ten times as many for attention alone (default: %(default)s)"
+    add("--rounds", type=parse_count, default=15, help=rounds)
     add("--peers", action=argparse.BooleanOptionalAction, default=True, help="time QuantizedCache, where it can run")
     add("--memory", type=parse_count, metavar="N", help="also measure resident sets while decoding behind N tokens")
     add("--json", metavar="FILE", help="where to write the timings")
