@@ -126,8 +126,8 @@ def caption(report: dict[str, Any]) -> str:
     return (
         f"{machine['processor']}, {machine['cores']} cores; attention of {shape['num_heads']} query and "
         f"{shape['num_kv_heads']} KV heads of {shape['head_dim']}; medians of {rounds} in random orders, {least} at "
-        f"least for the slowest; kvquant {found['kvquant']}, transformers {found['transformers']}, torch {found['torch']}. "
-        "`~`: noisy"
+        f"least for the slowest; kvquant {found['kvquant']}, transformers {found['transformers']}, "
+        f"torch {found['torch']}. `~`: noisy"
     )
 
 
