@@ -52,7 +52,9 @@ def measure(plan: Plan) -> Report:
     if plan.memory is not None:  # first: what cannot be measured is then known before half an hour of timings
         name = next((name for name in plan.models if name != RANDOM_MODEL), None)
         report.memory += measure_memory(name, cache_labels(plan.bits, plan.peers, grouped=False), plan.memory)
-    report.timings += time_attention(shape, plan.contexts, plan.bits, plan.threads, _more(effort))
+    # What lies in the processor's caches weighs more in a millisecond of attention than in a model's step.
+    more = Effort(10 * effort.rounds, 6 * effort.seconds)
+    report.timings += time_attention(shape, plan.contexts, plan.bits, plan.threads, more)
     for name in plan.models:
         for label, loaded in _models(sources.get(name)):
             config = loaded.config.get_text_config(decoder=True)
@@ -62,11 +64,6 @@ def measure(plan: Plan) -> Report:
             contexts = [context for context in plan.contexts if context <= most]
             report.timings += time_decoding(label, loaded, contexts, caches, plan.threads, effort)
     return report
-
-
-def _more(effort: Effort) -> Effort:
-    """For attention alone: what lies in the processor's caches weighs more in a millisecond than in a model's step."""
-    return Effort(10 * effort.rounds, 6 * effort.seconds)
 
 
 def _models(source: model.Source | None) -> Iterator[tuple[str, PreTrainedModel]]:
